@@ -1,0 +1,13 @@
+"""numbaknn: exact nearest neighbours on a grid, on the GPU and on the CPU, in Python.
+
+Every GPU kernel is written with ``numba.cuda``; the same arithmetic, compiled with ``numba.njit``, serves machines without
+a GPU. Arrays of NumPy, CuPy, PyTorch and anything with ``__cuda_array_interface__`` or DLPack are taken as they are and
+answered in kind.
+"""
+
+from numbaknn.errors import NoDeviceError
+from numbaknn.neighbors import GridIndex, interpolate, knn
+
+__version__ = "0.1.0"
+
+__all__ = ["GridIndex", "NoDeviceError", "__version__", "interpolate", "knn"]

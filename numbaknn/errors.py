@@ -1,0 +1,116 @@
+"""The checks that stand before any work, and their words.
+
+A message names the argument, states the rule and shows what came.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import numpy as np
+
+from numbaknn.topk import CAPACITIES
+
+# Rows are numbered in 32 bits inside a grid.
+MOST_ROWS = 2**31 - 1
+
+
+class NoDeviceError(ValueError, RuntimeError):
+    """CUDA was asked for on a machine without a CUDA device."""
+
+
+def check_cloud(name, shape):
+    """`shape` must be (rows, 1..3)."""
+    if len(shape) == 1 and 1 <= shape[0] <= 3:
+        raise ValueError(
+            f"{name} must have shape (rows, dimensions), came with shape {tuple(shape)}; for a single point pass "
+            f"{name}[None]"
+        )
+    if len(shape) != 2 or not 1 <= shape[1] <= 3:
+        raise ValueError(f"{name} must have shape (rows, 1, 2 or 3), came with shape {tuple(shape)}")
+    if shape[0] > MOST_ROWS:
+        raise ValueError(f"{name} must have at most 2**31 - 1 rows, came with {shape[0]}")
+
+
+def check_real(name, dtype):
+    """Coordinates must be real numbers."""
+    if dtype.kind not in "fiub" or dtype.itemsize > 8:
+        raise TypeError(f"{name} must hold float16, float32, float64 or integers, came with dtype {dtype}")
+
+
+def check_same_dimensions(points_shape, queries_shape):
+    if points_shape[1] != queries_shape[1]:
+        raise ValueError(
+            f"queries must have as many columns as points, {points_shape[1]}, came with shape {tuple(queries_shape)}"
+        )
+
+
+def check_k(k):
+    """k as an int from 1 to the longest list."""
+    if isinstance(k, (bool, np.bool_)):
+        raise TypeError(f"k must be an integer, came as {k!r}")
+    try:
+        k = operator.index(k)
+    except TypeError:
+        raise TypeError(f"k must be an integer, came as {k!r} of type {type(k).__name__}") from None
+    if k < 1:
+        raise ValueError(f"k must be at least 1, came as {k}")
+    if k > CAPACITIES[-1]:
+        raise ValueError(f"k must be at most {CAPACITIES[-1]} in this version, came as {k}")
+    return k
+
+
+def check_length(name, value):
+    """A distance or a tolerance: a real number that is neither negative nor NaN."""
+    try:
+        length = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a real number, came as {value!r} of type {type(value).__name__}") from None
+    if math.isnan(length) or length < 0:
+        raise ValueError(f"{name} must be 0 or more, came as {value!r}")
+    return length
+
+
+def check_cell_size(cell_size):
+    """None, or a positive finite side."""
+    if cell_size is None:
+        return 0.0
+    side = check_length("cell_size", cell_size)
+    if side == 0 or math.isinf(side):
+        raise ValueError(f"cell_size must be positive and finite, came as {cell_size!r}")
+    return side
+
+
+def check_index_dtype(index_dtype):
+    """np.int64 or np.int32, also from the dtype of another library."""
+    text = str(index_dtype).removeprefix("torch.") if not isinstance(index_dtype, type) else index_dtype
+    try:
+        dtype = np.dtype(text)
+    except TypeError:
+        dtype = None
+    if dtype not in (np.dtype(np.int64), np.dtype(np.int32)):
+        raise ValueError(f"index_dtype must be 'int64' or 'int32', came as {index_dtype!r}")
+    return dtype
+
+
+def check_flag(name, value):
+    """True or False."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, came as {value!r} of type {type(value).__name__}")
+    return bool(value)
+
+
+def check_choice(name, value, choices):
+    """One of a few words (or True and False)."""
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, came as {value!r}")
+    return value
+
+
+def bad_row(name, row, values):
+    """The error for a row that is not finite."""
+    return ValueError(
+        f"{name} must be finite, row {row} is {np.asarray(values).tolist()}; with check_finite=False such a point is "
+        "nobody's neighbour and such a query finds none"
+    )

@@ -1,0 +1,266 @@
+"""The grid: which cell a point is in, how far apart two points are, how near a cell can be.
+
+Plain arithmetic in the precision of the points, shared by the CPU loops and the CUDA kernels. Nothing here depends on
+how a grid was chosen, and no answer does: cells only decide what need not be looked at.
+
+A grid is two small arrays. ``frame`` holds reals: the lower corner (x, y, z), the extents (x, y, z), the side of a cell,
+its reciprocal, the relative slack of a bound, and the longest extent. ``shape`` holds the number of cells along x, y and z. Cells are cubes;
+x varies fastest.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from numbaknn.jit import device
+from numbaknn.lanes import as_type_of, product, total
+
+FRAME_LENGTH = 10
+SHAPE_LENGTH = 3
+
+# Positions in `frame`
+LOW, EXTENT, CELL, PER_CELL, SLACK, LONGEST = 0, 3, 6, 7, 8, 9
+
+# The longest row of cells. Far below 2^24, where float32 stops counting, so that cells stay wider than the rounding.
+MOST_CELLS_AN_AXIS = 1 << 20
+
+# Cells a point, at most: the grid's memory is in proportion to the points, whatever their extent.
+MOST_CELLS_A_POINT = 8
+
+# Points that an occupied cell should hold on average. Fewer means more empty cells to look up, more means more
+# distances to work out; the optimum is flat.
+POINTS_A_CELL = 3.0
+
+# Occupancy is counted on lattices of 1, 2, 4, ... cells over the longest axis. The finest has this many.
+FINEST_LATTICE = 32
+LATTICES = 6
+
+
+@device
+def square_distance(dx, dy, dz):
+    """(dx*dx + dy*dy) + dz*dz, each operation rounded by itself.
+
+    Rounding is monotone, so the result never falls when a difference grows in size. `gap` relies on it.
+    """
+    return total(total(product(dx, dx), product(dy, dy)), product(dz, dz))
+
+
+@device
+def is_finite(x, y, z):
+    """Whether a point has three finite coordinates: only infinities and NaN differ from themselves by other than 0."""
+    return (x - x) + (y - y) + (z - z) == 0
+
+
+@device
+def read_point(coordinates, row, dimensions):
+    """(x, y, z) of a row of a flat array of `dimensions` reals a row.
+
+    A missing axis reads as zero: adding the square of zero changes no distance.
+    """
+    first = row * dimensions
+    x = coordinates[first]
+    y = coordinates[first + 1] if dimensions > 1 else as_type_of(0, x)
+    z = coordinates[first + 2] if dimensions > 2 else as_type_of(0, x)
+    return x, y, z
+
+
+@device
+def cell_along(offset, per_cell, count):
+    """The cell along one axis of a coordinate `offset` beyond the lower corner, clamped to the grid.
+
+    Monotone in the coordinate: subtraction, product and truncation never change the order of two points. The clamps come
+    before the conversion to an integer, which is undefined for what doesn't fit (an infinite offset, a NaN).
+    """
+    scaled = product(offset, per_cell)
+    if not scaled > 0:
+        return 0
+    if scaled >= as_type_of(count, offset):
+        return int(count) - 1
+    return int(scaled)
+
+
+@device
+def vertex_along(offset, per_cell, count):
+    """The wall between cells, 0..count, that is nearest along one axis to a coordinate `offset` beyond the lower corner.
+
+    Any vertex would do: it decides where a search starts, not what it finds.
+    """
+    scaled = total(product(offset, per_cell), as_type_of(0.5, offset))
+    if not scaled > 0:
+        return 0
+    if scaled >= as_type_of(count, offset):
+        return int(count)
+    return int(scaled)
+
+
+@device
+def cell_of(x, y, z, frame, shape):
+    """The number of the cell of a point."""
+    per_cell = frame[PER_CELL]
+    cell_x = cell_along(x - frame[LOW], per_cell, shape[0])
+    cell_y = cell_along(y - frame[LOW + 1], per_cell, shape[1])
+    cell_z = cell_along(z - frame[LOW + 2], per_cell, shape[2])
+    return (cell_z * shape[1] + cell_y) * shape[0] + cell_x
+
+
+# -- How near a cell can be ------------------------------------------------------------------------------------------
+#
+# Let q be a query and x a point of a cell, along one axis, and u = eps / 2 the unit of rounding. The computed offset of
+# x is (x - low)(1 + d1), its scaled value is that times (1 + d2) / (cell (1 + d3)), each |d| <= u. Truncated to cell c
+# it lies in [c, c + 1), so x - low lies between c cell (1 - 3u) and (c + 1) cell (1 + 4u). The wall c cell rounds once,
+# the offset of q once, their difference twice. With S = extent + |offset of q|, all these errors together stay below
+# 8 u S. The slack of a bound is 8 eps S = 16 u S: twice that, which also covers its own rounding and subnormal walls. So
+#
+#     gap <= |fl(q - x)|, the very difference of which the distance is made,
+#
+# and as square_distance is monotone, a bound that it makes of gaps is never above the computed square of any point in
+# the cell: underflow, overflow and all. An overflow inside a gap ends in inf - inf = NaN, and a NaN counts as no gap:
+# it never skips a cell.
+
+
+@device
+def slack_of(offset, extent, relative):
+    return product(relative, extent + abs(offset))
+
+
+@device
+def positive(value):
+    """`value`, or 0 for what is negative or NaN."""
+    return value if value > 0 else as_type_of(0, value)
+
+
+@device
+def gap_above(offset, first, cell, slack):
+    """At most the distance, along one axis, from a query to any point in the cells from `first` up."""
+    return positive(product(as_type_of(first, offset), cell) - offset - slack)
+
+
+@device
+def gap_below(offset, last, cell, slack):
+    """At most the distance, along one axis, from a query to any point in the cells up to `last`."""
+    return positive(offset - product(as_type_of(last + 1, offset), cell) - slack)
+
+
+@device
+def gap_to_all(offset, extent, slack):
+    """At most the distance, along one axis, from a query to any point at all."""
+    return positive(max(-offset - slack, offset - extent - slack))
+
+
+@device
+def gap_at(offset, home, row, to_all, cell, slack):
+    """At most the distance, along one axis, from a query to any point in the cell `row`; `home` is the query's own."""
+    if row > home:
+        return gap_above(offset, row, cell, slack)
+    if row < home:
+        return gap_below(offset, row, cell, slack)
+    return to_all
+
+
+@device
+def reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame):
+    """At most the distance from a query to any point outside the 2 x 2 x 2 cells around a vertex.
+
+    The block's walls are one cell away from the vertex. 3 u S more of rounding than a gap has, within its slack.
+    """
+    cell = frame[CELL]
+    away_x = abs(offset_x - product(as_type_of(vertex_x, offset_x), cell))
+    away_y = abs(offset_y - product(as_type_of(vertex_y, offset_y), cell))
+    away_z = abs(offset_z - product(as_type_of(vertex_z, offset_z), cell))
+    farthest = max(abs(offset_x), max(abs(offset_y), abs(offset_z)))
+    slack = slack_of(farthest, frame[LONGEST], frame[SLACK])
+    return positive(cell - max(away_x, max(away_y, away_z)) - slack)
+
+
+# -- Choosing the cells ----------------------------------------------------------------------------------------------
+
+
+@device
+def lattice_scale(longest):
+    """Lattice cells per unit of length, the finest lattice laid over the longest axis. 0 for a cloud of no extent."""
+    scale = FINEST_LATTICE / longest if longest > 0 else 0.0
+    return scale if math.isfinite(scale) else 0.0
+
+
+@device
+def lattice_cell(x, y, z, low_x, low_y, low_z, scale):
+    """The cell of a point on the finest lattice."""
+    cell_x = cell_along(x - low_x, scale, FINEST_LATTICE)
+    cell_y = cell_along(y - low_y, scale, FINEST_LATTICE)
+    cell_z = cell_along(z - low_z, scale, FINEST_LATTICE)
+    return (cell_z * FINEST_LATTICE + cell_y) * FINEST_LATTICE + cell_x
+
+
+@device
+def cells_along(extent, cell):
+    """How many cells of this side an extent takes, as a real (it may be beyond any integer)."""
+    return math.floor(extent / cell) + 1.0
+
+
+@device
+def cell_for_occupancy(occupied, count, longest):
+    """The side of a cell at which an occupied cell holds about POINTS_A_CELL points.
+
+    `occupied[n]` is the number of occupied cells on the lattice of 2^n cells over the longest axis. Points an occupied
+    cell fall from one lattice to the next by 2^d, d the local dimension of the cloud: 3 for a solid, 2 for a surface, 1
+    for a curve, 0 once every point has a cell of its own. Between the two lattices that bracket the aim the logarithm is
+    interpolated; beyond the finest it is extrapolated with the last d.
+    """
+    side = longest
+    for level in range(1, LATTICES):
+        if count <= POINTS_A_CELL * occupied[level]:
+            coarser = math.log(count / occupied[level - 1])
+            finer = math.log(count / occupied[level])
+            part = (coarser - math.log(POINTS_A_CELL)) / (coarser - finer)
+            return side * 2.0 ** -min(max(part, 0.0), 1.0)
+        side *= 0.5
+    dimension = math.log(occupied[LATTICES - 1] / occupied[LATTICES - 2]) / math.log(2.0)
+    dimension = min(max(dimension, 1.0), 3.0)
+    return side * (POINTS_A_CELL * occupied[LATTICES - 1] / count) ** (1.0 / dimension)
+
+
+@device
+def fit_cell(cell, extent_x, extent_y, extent_z, most_cells):
+    """The side of a cell, enlarged until the grid has no more than `most_cells`, and no axis more than it may."""
+    longest = max(extent_x, max(extent_y, extent_z))
+    cell = max(cell, longest / (MOST_CELLS_AN_AXIS - 1))
+    cells = cells_along(extent_x, cell) * cells_along(extent_y, cell) * cells_along(extent_z, cell)
+    while cells > most_cells:
+        cell *= max(1.02, (cells / most_cells) ** (1.0 / 3.0))
+        cells = cells_along(extent_x, cell) * cells_along(extent_y, cell) * cells_along(extent_z, cell)
+    return cell
+
+
+@device
+def write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps):
+    """Lay the grid of `count` finite points: fill `frame` and `shape`.
+
+    `frame` comes in with the lowest coordinates at LOW and the highest at EXTENT. `occupied` is as in
+    cell_for_occupancy. `cell_size` is the caller's wish, 0 for none. `largest`, `smallest` and `eps` describe the
+    precision of the points: the largest real, the smallest normal one, the spacing at 1.
+    """
+    longest = 0.0
+    for axis in range(3):
+        extent = 0.0
+        if count > 0:
+            # an extent may overflow although both ends are finite
+            extent = min(float(frame[EXTENT + axis]) - float(frame[LOW + axis]), largest)
+        else:
+            frame[LOW + axis] = 0
+        frame[EXTENT + axis] = extent
+        longest = max(longest, extent)
+    cell, per_cell = 1.0, 0.0
+    # Without extent, or with one so small that 1 / cell overflows, there is one cell. Its side may be anything.
+    if longest > smallest * MOST_CELLS_AN_AXIS * 4:
+        cell = cell_size if cell_size > 0 else cell_for_occupancy(occupied, count, longest)
+        cell = fit_cell(cell, float(frame[EXTENT]), float(frame[EXTENT + 1]), float(frame[EXTENT + 2]), most_cells)
+        per_cell = 1.0 / cell
+    frame[CELL] = cell
+    frame[PER_CELL] = per_cell
+    frame[SLACK] = 8.0 * eps
+    frame[LONGEST] = longest
+    for axis in range(3):
+        # by the arithmetic of cell_along, so that the highest point falls into the last cell
+        shape[axis] = int(product(frame[EXTENT + axis], frame[PER_CELL])) + 1

@@ -1,0 +1,143 @@
+"""How functions are compiled: the only place that names compile options and the simulator's needs.
+
+Three kinds of function make up the library:
+
+``@device``
+    what one thread does for one item: plain Python without ``cuda.*``, inlined where it is called, the same text in the
+    CPU loops and in the CUDA kernels.
+``@kernel``
+    a CUDA kernel: many threads, written with ``cuda.grid``, shared memory and atomics.
+``@loop``
+    the CPU twin of a kernel: the same ``@device`` functions under ``prange``.
+
+and one kind of instruction:
+
+``@instruction(python)``
+    one machine operation that Python can't spell (a rounded product, a 128-bit load), lowered per target; ``python`` is
+    its twin for the simulator.
+
+With ``NUMBA_ENABLE_CUDASIM=1`` numba-cuda interprets kernels as plain Python. It can call neither compiled functions on
+its arrays nor instructions, so a kernel and all that it calls are handed to it as the Python behind them; the CPU loops
+stay compiled, and both can be compared in one process.
+"""
+
+from __future__ import annotations
+
+import types as python
+from pathlib import Path
+
+import numba
+import numpy as np
+from numba import cuda
+from numba.core.extending import intrinsic
+
+SIMULATED = bool(cuda.config.ENABLE_CUDASIM if hasattr(cuda, "config") else numba.config.ENABLE_CUDASIM)
+
+if not SIMULATED and not hasattr(np, "row_stack"):
+    # numba-cuda 0.30.4 names np.row_stack while its array functions register themselves; NumPy 2.5 has removed that
+    # alias of vstack. It is lent for the moment of registering and taken back.
+    np.row_stack = np.vstack
+    try:
+        import numba.cuda.np.arrayobj  # noqa: F401
+    finally:
+        del np.row_stack
+
+
+# The serial inside of a loop neither makes nor keeps arrays. Without Numba's runtime it doesn't count references either:
+# an atomic increment and decrement for every array of every call, which took as long as the search itself.
+_BORROWING = {"_nrt": False, "no_cpython_wrapper": True, "nogil": True}
+
+
+def device(function):
+    """A function of one item, inlined into the kernels and loops that call it."""
+    return numba.njit(inline="always", error_model="numpy")(function)
+
+
+def seldom(function):
+    """A `device` function that few items reach: inlined into kernels, where a call would put its arguments into memory,
+    but called on the CPU, where it would cost the common path its registers."""
+
+    def into_kernels_only(call, caller, callee):
+        return "cuda" in type(call).__module__  # numba-cuda has its own classes of intermediate representation
+
+    return numba.njit(inline=into_kernels_only, error_model="numpy", **_BORROWING)(function)
+
+
+def loop(function):
+    """A CPU loop: compiled at its first call, kept on disk for the next process, free of the GIL, ``prange`` allowed."""
+    compiled = numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")(function)
+    return _stamped(compiled)
+
+
+def part_of_loop(function):
+    """A serial stretch of a CPU loop, called from inside a ``prange`` and compiled on its own."""
+    return _stamped(numba.njit(cache=True, error_model="numpy", **_BORROWING)(function))
+
+
+def kernel(function):
+    """A CUDA kernel, compiled at its first launch and kept on disk for the next process.
+
+    Link-time optimisation is off: the PTX that the tests read is then the PTX that runs.
+    """
+    if SIMULATED:
+        return cuda.jit(_as_python(function, modules={}))
+    return _stamped(cuda.jit(cache=True, lto=False)(function))
+
+
+def instruction(python_twin):
+    """Decorate the typing-and-lowering function of an operation; `python_twin` stands in for it in the simulator."""
+
+    def decorate(function):
+        operation = intrinsic(function)
+        operation.python_twin = python_twin
+        return operation
+
+    return decorate
+
+
+def for_cuda(context):
+    """Whether an instruction is being lowered for CUDA rather than for the CPU."""
+    return "cuda" in type(context).__module__
+
+
+def _stamp():
+    """The newest change of any file of the package.
+
+    Numba's cache looks only at the file in which a function stands, not at the files of the functions inlined into it; a
+    changed formula in geometry.py would go on running in its old form. So every cached function bears the stamp of the
+    whole package.
+    """
+    files = [path.stat() for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    return max(file.st_mtime_ns for file in files), sum(file.st_size for file in files)
+
+
+_PACKAGE_STAMP = _stamp()
+
+
+def _stamped(dispatcher):
+    # private names of numba 0.68 and numba-cuda 0.30.4; tests/test_jit.py fails when they move
+    dispatcher._cache._cache_file._source_stamp = _PACKAGE_STAMP
+    return dispatcher
+
+
+def _as_python(function, modules):
+    """`function` as the simulator can run it: compiled functions and instructions among its globals and its closure
+    replaced, recursively, by the Python behind them.
+
+    `modules` holds the replaced globals of each module met so far. Functions of one module share them, as the simulator
+    swaps the name `cuda` in there.
+    """
+
+    def replaced(value):
+        if hasattr(value, "python_twin"):
+            return value.python_twin
+        if isinstance(value, numba.core.dispatcher.Dispatcher):
+            return _as_python(value.py_func, modules)
+        return value
+
+    names = modules.get(id(function.__globals__))
+    if names is None:
+        names = modules[id(function.__globals__)] = dict(function.__globals__)
+        names.update((name, replaced(value)) for name, value in function.__globals__.items())
+    cells = tuple(python.CellType(replaced(cell.cell_contents)) for cell in function.__closure__ or ())
+    return python.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells or None)
