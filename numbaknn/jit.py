@@ -50,17 +50,14 @@ _BORROWING = {"_nrt": False, "no_cpython_wrapper": True, "nogil": True}
 
 def device(function):
     """A function of one item, inlined into the kernels and loops that call it."""
-    return numba.njit(inline="always", error_model="numpy")(function)
+    return numba.njit(forceinline=True, error_model="numpy", **_BORROWING)(function)
 
 
 def seldom(function):
     """A `device` function that few items reach: inlined into kernels, where a call would put its arguments into memory,
     but called on the CPU, where it would cost the common path its registers."""
 
-    def into_kernels_only(call, caller, callee):
-        return "cuda" in type(call).__module__  # numba-cuda has its own classes of intermediate representation
-
-    return numba.njit(inline=into_kernels_only, error_model="numpy", **_BORROWING)(function)
+    return numba.njit(error_model="numpy", **_BORROWING)(function)
 
 
 def loop(function):

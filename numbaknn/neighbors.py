@@ -319,12 +319,14 @@ def _check_same_place(points, queries):
 
 
 def _target(target, points):
-    """"cpu" or "cuda", from the caller's wish and where the points are."""
+    """ "cpu" or "cuda", from the caller's wish and where the points are."""
     errors.check_choice("target", target, TARGETS)
     if points.on_device:
         if target == "cpu":
-            raise ValueError(f"target must be 'cuda' or 'auto' for arrays on a device, came as 'cpu' with {points.name} "
-                             f"on {points.library.word}")
+            raise ValueError(
+                f"target must be 'cuda' or 'auto' for arrays on a device, came as 'cpu' with {points.name} "
+                f"on {points.library.word}"
+            )
         return "cuda"
     if target == "cuda" and not has_device():
         raise errors.NoDeviceError("target='cuda' needs a CUDA device and a working driver, this machine has none")

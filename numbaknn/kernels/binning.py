@@ -6,8 +6,7 @@ Everything that one stage learns stays on the device for the next; the host neve
 
 from __future__ import annotations
 
-import numpy as np
-from numba import cuda
+from numba import cuda, int32, int64
 
 from numbaknn.geometry import (
     EXTENT,
@@ -28,6 +27,9 @@ from numbaknn.lanes import as_type_of, bits_of, order_key, real_of_key, store_po
 # points: seven int64.
 BOUNDS_LENGTH = 7
 
+# Below the order key of every real.
+NOTHING = -(2**63)
+
 # Marks of all lattices but the coarsest, one byte a cell, the finest first.
 MARKS_LENGTH = sum(8**level for level in range(1, LATTICES))
 
@@ -47,14 +49,14 @@ def first_bad_row_kernel(coordinates, dimensions, rows, first):
 
 @kernel
 def clear_kernel(bounds, marks, starts):
-    """Set the counts of the cells and the marks to zero, the bounds to those of nothing. One thread a cell or mark."""
-    n = cuda.grid(1)
-    if n < starts.size:
+    """Set the counts of the cells and the marks to zero, the bounds to those of nothing."""
+    first, threads = cuda.grid(1), cuda.gridsize(1)
+    for n in range(first, starts.size, threads):
         starts[n] = 0
-    if n < marks.size:
+    for n in range(first, marks.size, threads):
         marks[n] = 0
-    if n < BOUNDS_LENGTH:
-        bounds[n] = np.iinfo(np.int64).min if n < 6 else 0
+    for n in range(first, BOUNDS_LENGTH, threads):
+        bounds[n] = NOTHING if n < 6 else 0
 
 
 @kernel
@@ -64,10 +66,9 @@ def bounds_kernel(points, dimensions, rows, bounds):
     Each thread takes every so many-th point, each block meets in shared memory (6 int64 a thread, blocks of a power of
     two), and the blocks meet by atomics.
     """
-    shared = cuda.shared.array(0, np.int64)
+    shared = cuda.shared.array(0, int64)
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    nothing = np.int64(np.iinfo(np.int64).min)
-    high_x = high_y = high_z = low_x = low_y = low_z = nothing
+    high_x = high_y = high_z = low_x = low_y = low_z = NOTHING
     count = 0
     for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
         x, y, z = read_point(points, row, dimensions)
@@ -93,8 +94,8 @@ def bounds_kernel(points, dimensions, rows, bounds):
                 shared[mine] = max(shared[mine], shared[other])
         cuda.syncthreads()
         half //= 2
-    if thread < 6:
-        cuda.atomic.max(bounds, thread, shared[thread * threads])
+    for n in range(thread, 6, threads):
+        cuda.atomic.max(bounds, n, shared[n * threads])
 
 
 @device
@@ -123,10 +124,10 @@ def lattice_kernel(points, dimensions, rows, bounds, marks):
 @kernel
 def frame_kernel(bounds, marks, cell_size, most_cells, largest, smallest, eps, frame, shape):
     """Count the marked cells of every lattice, each made from the next finer one, and lay the grid. One block."""
-    occupied = cuda.shared.array(LATTICES, np.int64)
+    occupied = cuda.shared.array(LATTICES, int64)
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    if thread < LATTICES:
-        occupied[thread] = 1 if thread == 0 else 0
+    for level in range(thread, LATTICES, threads):
+        occupied[level] = 1 if level == 0 else 0
     cuda.syncthreads()
     side, finer = FINEST_LATTICE, 0
     for level in range(LATTICES - 1, 0, -1):
@@ -194,7 +195,7 @@ def scan_tiles_kernel(starts, shape, sums):
 
     A tile is CELLS_A_THREAD cells for every thread of a block. The entry behind the last cell counts as one more cell.
     """
-    shared = cuda.shared.array(0, np.int32)
+    shared = cuda.shared.array(0, int32)
     entries = int(shape[0]) * int(shape[1]) * int(shape[2]) + 1
     first = cuda.grid(1) * CELLS_A_THREAD
     last = min(first + CELLS_A_THREAD, entries)
@@ -213,7 +214,7 @@ def scan_tiles_kernel(starts, shape, sums):
 @kernel
 def scan_sums_kernel(sums, tiles):
     """The same for the sums of the tiles. One block."""
-    shared = cuda.shared.array(0, np.int32)
+    shared = cuda.shared.array(0, int32)
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
     carried = 0
     for first in range(0, tiles, threads):

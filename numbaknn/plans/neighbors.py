@@ -25,8 +25,9 @@ BINNING_THREADS = 256
 QUERY_THREADS = 128
 # One block does the scan of the tiles and the frame: as many threads as a block can have.
 ONE_BLOCK = 1024
-# Blocks of the bounding box: enough for every multiprocessor, few enough that their atomics don't queue.
-BOUNDS_BLOCKS = 256
+# Blocks of the bounding box and of clearing: two for every multiprocessor of the largest GPU, few enough that their
+# atomics don't queue.
+MOST_BLOCKS = 264
 
 # Points that a core takes at a time, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
 POINTS_A_CHUNK = 4096
@@ -148,10 +149,11 @@ class DeviceGrid(Grid):
         rows, threads, stream = self.rows, BINNING_THREADS, self.library.stream()
         cells = most_cells(rows)
         cloud = self.points, self.dimensions, rows
-        entries = max(cells + 1, binning_kernels.MARKS_LENGTH)
+        most_items = MOST_BLOCKS * threads
+        entries = min(max(cells + 1, binning_kernels.MARKS_LENGTH), most_items)
         stages = binning_kernels
         launch(stages.clear_kernel, entries, threads, stream, self.bounds, self.marks, self.starts)
-        items = min(rows, BOUNDS_BLOCKS * threads)
+        items = min(rows, most_items)
         launch(stages.bounds_kernel, items, threads, stream, *cloud, self.bounds, shared_bytes=6 * 8 * threads)
         launch(stages.lattice_kernel, rows, threads, stream, *cloud, self.bounds, self.marks)
         limits = cell_size, cells, *self.limits
@@ -173,9 +175,7 @@ class DeviceGrid(Grid):
             shared_bytes=shared_bytes,
         )
         shared_bytes = 4 * (ONE_BLOCK + 1)
-        launch(
-            stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, stream, self.sums, self.tiles, shared_bytes=shared_bytes
-        )
+        launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, stream, self.sums, self.tiles, shared_bytes=shared_bytes)
         launch(stages.add_sums_kernel, cells + 1, threads, stream, self.starts, self.shape, self.sums, self.tile)
         launch(stages.scatter_kernel, rows, threads, stream, *cloud, self.starts, self.cells, self.ranks, self.table)
         # only the search goes on from here
