@@ -3,16 +3,14 @@
 Plain arithmetic in the precision of the points, shared by the CPU loops and the CUDA kernels. Nothing here depends on
 how a grid was chosen, and no answer does: cells only decide what need not be looked at.
 
-A grid is two small arrays. ``frame`` holds reals: the lower corner (x, y, z), the extents (x, y, z), the side of a cell,
-its reciprocal, the relative slack of a bound, and the longest extent. ``shape`` holds the number of cells along x, y and z. Cells are cubes;
-x varies fastest.
+A grid is two small arrays. ``frame`` holds reals: the lower corner (x, y, z), the extents (x, y, z), the side of a
+cell, its reciprocal, the relative slack of a bound, and the longest extent. ``shape`` holds the number of cells along x,
+y and z. Cells are cubes; x varies fastest.
 """
 
 from __future__ import annotations
 
 import math
-
-import numpy as np
 
 from numbaknn.jit import device
 from numbaknn.lanes import as_type_of, product, total

@@ -38,7 +38,7 @@ if not SIMULATED and not hasattr(np, "row_stack"):
     # alias of vstack. It is lent for the moment of registering and taken back.
     np.row_stack = np.vstack
     try:
-        import numba.cuda.np.arrayobj  # noqa: F401
+        import numba.cuda.np.arrayobj
     finally:
         del np.row_stack
 

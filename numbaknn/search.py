@@ -37,7 +37,7 @@ def scan(x, y, z, itself, first, last, table, squares, indices):
         point_x, point_y, point_z, index = load_point(table, slot)
         square = square_distance(x - point_x, y - point_y, z - point_z)
         # most points fail the first comparison; only those that pass are worth the rest of the question
-        if rarely(square <= squares[-1]):
+        if rarely(square <= squares[-1]):  # noqa: SIM102, the hint is for this comparison alone
             if before(square, index, squares[-1], indices[-1]) and index != itself:
                 squares, indices = insert(squares, indices, square, index)
     return squares, indices
