@@ -7,7 +7,8 @@ answered in kind.
 
 from numbaknn.errors import NoDeviceError
 from numbaknn.neighbors import GridIndex, interpolate, knn
+from numbaknn.planning import Plan, plan
 
 __version__ = "0.1.0"
 
-__all__ = ["GridIndex", "NoDeviceError", "__version__", "interpolate", "knn"]
+__all__ = ["GridIndex", "NoDeviceError", "Plan", "__version__", "interpolate", "knn", "plan"]

@@ -1,15 +1,18 @@
 """Arrays of any library in, arrays of the same library out.
 
 `adopt` looks at an array and says which library it is of, where it lies, its shape and dtype, without touching its
-memory. A `Library` then reads it as flat, packed memory (`flat`; a copy, on the array's own device, only where the layout
-or the dtype ask for one), allocates with the caller's own allocator (`empty`), and knows the stream that the caller is
-on. CuPy and PyTorch are never imported here: an array of theirs can only come from a caller who did.
+memory. A `Library` then reads it as flat, packed memory (`flat`; a copy, on the array's own device, only where the
+layout or the dtype ask for one), allocates with the caller's own allocator (`empty`), and knows the stream that the
+caller is on. CuPy and PyTorch are never imported here: an array of theirs can only come from a caller who did.
+
+Flat memory is a one-dimensional NumPy array on the host and a `launch.Flat` on a device.
 """
 
 from __future__ import annotations
 
+import ctypes
 import sys
-from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -17,28 +20,30 @@ from numba import cuda
 
 from numbaknn.jit import SIMULATED
 from numbaknn.kernels.copying import pack_kernel, take_rows_kernel
-from numbaknn.launch import launch
+from numbaknn.launch import Flat, Launch, dispatch
 
 THREADS = 256
 
 
-@dataclass(frozen=True)
 class Adopted:
     """An array of some library: what it is, before anything is done to it."""
 
-    name: str
-    array: object
-    library: Library
-    shape: tuple
-    dtype: np.dtype
+    __slots__ = ("array", "dtype", "library", "name", "shape")
+
+    def __init__(self, name, array, library, shape, dtype):
+        self.name = name
+        self.array = array
+        self.library = library
+        self.shape = shape
+        self.dtype = dtype
 
     @property
     def on_device(self):
         return self.library.device is not None
 
     def flat(self, dtype):
-        """The elements in C order as a one-dimensional NumPy array or Numba device array of `dtype`."""
-        return self.library.flat(self.array, np.dtype(dtype))
+        """The elements in C order, as flat memory of `dtype`."""
+        return self.library.flat(self.array, dtype)
 
 
 class Library:
@@ -52,24 +57,25 @@ class Library:
         return np.ascontiguousarray(array, dtype).reshape(-1)
 
     def empty(self, shape, dtype):
-        """(array, its elements as a flat NumPy array or Numba device array)."""
+        """(array, its flat memory)."""
         array = np.empty(shape, dtype)
         return array, array.reshape(-1)
 
+    def copied(self, array):
+        """A fresh copy of an array that `empty` made."""
+        return array.copy()
+
     def stream(self):
-        """The stream that the caller is on, as Numba takes it."""
+        """The handle of the stream that the caller is on."""
         return 0
 
     def take_rows(self, adopted, indices):
-        """The rows of an array at `indices` (flat int64, in the same place); NaN or zero for an index beyond the last."""
+        """The rows of an array at `indices` (flat int64, in the same place); NaN or zero for one beyond the last."""
         taken = np.take(adopted.array, indices, axis=0, mode="clip")
         missing = indices >= adopted.shape[0]
         if missing.any():
             taken[missing] = np.nan if taken.dtype.kind in "fc" else np.zeros((), taken.dtype)
         return hand_back(self, taken)
-
-    def same_place(self, other):
-        return self.device == other.device
 
 
 class TorchHost(Library):
@@ -80,16 +86,24 @@ class TorchHost(Library):
     def __init__(self, torch):
         self.torch = torch
 
+    def _dtype(self, dtype):
+        return getattr(self.torch, np.dtype(dtype).name)
+
     def _packed(self, tensor, dtype):
-        tensor = tensor.detach().to(getattr(self.torch, np.dtype(dtype).name))
-        return tensor.resolve_neg().contiguous().reshape(-1)
+        tensor = tensor.detach()
+        if tensor.dtype != (wanted := self._dtype(dtype)):
+            tensor = tensor.to(wanted)
+        return tensor.resolve_neg().contiguous()
 
     def flat(self, array, dtype):
-        return self._packed(array, dtype).numpy()
+        return self._packed(array, dtype).numpy().reshape(-1)
 
     def empty(self, shape, dtype):
-        tensor = self.torch.empty(shape, dtype=getattr(self.torch, np.dtype(dtype).name))
+        tensor = self.torch.empty(shape, dtype=self._dtype(dtype))
         return tensor, tensor.numpy().reshape(-1)
+
+    def copied(self, array):
+        return array.clone()
 
     def take_rows(self, adopted, indices):
         indices = self.torch.from_numpy(indices)
@@ -106,25 +120,26 @@ class TorchDevice(TorchHost):
     def __init__(self, torch, device):
         super().__init__(torch)
         self.device = device
+        self.torch_device = torch.device("cuda", device)
         self.word = f"cuda:{device} (PyTorch)"
 
     def flat(self, array, dtype):
-        return _device_view(self._packed(array, dtype))
+        tensor = self._packed(array, dtype)
+        return Flat(tensor, tensor.data_ptr(), tensor.numel(), dtype)
 
     def empty(self, shape, dtype):
-        dtype = getattr(self.torch, np.dtype(dtype).name)
-        tensor = self.torch.empty(shape, dtype=dtype, device=f"cuda:{self.device}")
-        return tensor, _device_view(tensor.reshape(-1))
+        tensor = self.torch.empty(shape, dtype=self._dtype(dtype), device=self.torch_device)
+        return tensor, Flat(tensor, tensor.data_ptr(), tensor.numel(), dtype)
+
+    def stream(self):
+        return self.torch.cuda.current_stream(self.torch_device).cuda_stream
 
     def take_rows(self, adopted, indices):
         tensor = adopted.array.detach().contiguous()
-        taken = self.torch.empty((indices.size, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-        source, target = (_device_view(t.reshape(-1).view(self.torch.uint8)) for t in (tensor, taken))
+        taken = self.torch.empty((indices.size, *tensor.shape[1:]), dtype=tensor.dtype, device=self.torch_device)
+        source, target = (Flat(t, t.data_ptr(), t.numel() * t.element_size(), np.uint8) for t in (tensor, taken))
         _take_rows(self, adopted, source, indices, target)
         return taken
-
-    def stream(self):
-        return _numba_stream(self.torch.cuda.current_stream(self.device).cuda_stream)
 
 
 class CupyDevice(Library):
@@ -136,50 +151,57 @@ class CupyDevice(Library):
         self.word = f"cuda:{device} (CuPy)"
 
     def flat(self, array, dtype):
-        return _device_view(self.cupy.ascontiguousarray(array, dtype).reshape(-1))
+        array = self.cupy.ascontiguousarray(array, dtype)
+        return Flat(array, array.data.ptr, array.size, dtype)
 
     def empty(self, shape, dtype):
         array = self.cupy.empty(shape, dtype)
-        return array, _device_view(array.reshape(-1))
+        return array, Flat(array, array.data.ptr, array.size, dtype)
 
     def stream(self):
-        return _numba_stream(self.cupy.cuda.get_current_stream().ptr)
+        return self.cupy.cuda.get_current_stream().ptr
 
     def take_rows(self, adopted, indices):
         array = self.cupy.ascontiguousarray(adopted.array)
         taken = self.cupy.empty((indices.size, *array.shape[1:]), array.dtype)
-        source, target = (_device_view(a.reshape(-1).view(np.uint8)) for a in (array, taken))
+        source, target = (Flat(a, a.data.ptr, a.nbytes, np.uint8) for a in (array, taken))
         _take_rows(self, adopted, source, indices, target)
         return taken
 
 
 class NumbaDevice(Library):
-    """Numba device arrays, and whatever else has `__cuda_array_interface__`."""
+    """Numba device arrays, and whatever else has `__cuda_array_interface__` or is known on a device by DLPack alone."""
 
     def __init__(self, device=0):
         self.device = device
         self.word = f"cuda:{device}"
 
     def flat(self, array, dtype):
-        if not cuda.is_cuda_array(array) or not hasattr(array, "copy_to_host"):
+        if not hasattr(array, "copy_to_host"):
+            # no synchronisation: the work goes behind what filled the array, on the stream that the caller is on
             array = cuda.as_cuda_array(array, sync=False)
         if array.dtype == dtype and array.is_c_contiguous():
-            return array.reshape(prod(array.shape))
+            return _flat_of_numba(array)
         matrix = array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
         packed = cuda.device_array(prod(array.shape), dtype)
         if packed.size:
-            launch(pack_kernel, packed.size, THREADS, self.stream(), matrix, packed)
-        return packed
+            dispatch(pack_kernel, packed.size, THREADS, self.stream(), matrix, packed)
+        return _flat_of_numba(packed)
 
     def empty(self, shape, dtype):
         array = cuda.device_array(shape, dtype)
-        return array, array.reshape(prod(array.shape))
+        return array, _flat_of_numba(array)
+
+    def copied(self, array):
+        copy = cuda.device_array(array.shape, array.dtype)
+        copy.copy_to_device(array)
+        return copy
 
     def take_rows(self, adopted, indices):
         source = self.flat(adopted.array, adopted.dtype)
         taken, target = self.empty((indices.size, *adopted.shape[1:]), adopted.dtype)
         if target.size:
-            _take_rows(self, adopted, source.view(np.uint8), indices, target.view(np.uint8))
+            _take_rows(self, adopted, source.viewed(np.uint8), indices, target.viewed(np.uint8))
         return taken
 
 
@@ -189,9 +211,6 @@ class DlpackHost(Library):
     def __init__(self, namespace):
         self.namespace = namespace
         self.word = f"the host ({namespace.__name__})"
-
-    def flat(self, array, dtype):
-        return super().flat(np.from_dlpack(array), dtype)
 
 
 NUMPY = Library()
@@ -206,16 +225,18 @@ def hand_back(library, array):
 
 def adopt(name, array):
     """Say what an array is. Raises TypeError for what is none."""
+    if type(array) is np.ndarray:
+        return _adopt_numpy(name, array)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _adopt_torch(name, array, torch)
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
-        return Adopted(name, array, CupyDevice(cupy, array.device.id), array.shape, array.dtype)
+        return Adopted(name, array, _cupy_device(cupy, array.data.device_id), array.shape, array.dtype)
     if isinstance(array, (np.ndarray, np.generic)):
         return _adopt_numpy(name, array)
     if cuda.is_cuda_array(array):
-        return _adopt_device(name, array)
+        return Adopted(name, array, _numba_device(), tuple(array.shape), np.dtype(array.dtype))
     if hasattr(array, "__dlpack_device__"):
         return _adopt_dlpack(name, array)
     try:
@@ -227,43 +248,67 @@ def adopt(name, array):
 def _adopt_numpy(name, array):
     if isinstance(array, np.ma.MaskedArray):
         raise TypeError(f"{name} must be a plain array, came as a masked array, whose mask would be ignored")
-    return Adopted(name, array, NUMPY, array.shape, array.dtype.newbyteorder("="))
+    dtype = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    return Adopted(name, array, NUMPY, array.shape, dtype)
 
 
 def _adopt_torch(name, tensor, torch):
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, came with layout {tensor.layout}")
-    if tensor.device.type == "cpu":
-        library = TorchHost(torch)
-    elif tensor.device.type == "cuda":
-        library = TorchDevice(torch, tensor.device.index)
+    if tensor.is_cuda:
+        library = _torch_device(torch, tensor.get_device())
+    elif tensor.is_cpu:
+        library = _torch_host(torch)
     else:
         raise TypeError(f"{name} must be on the CPU or on a CUDA device, came on {tensor.device}")
-    # NumPy has no bfloat16; like float16 it is computed in float32, which holds all of its values
-    text = str(tensor.dtype).removeprefix("torch.")
-    try:
-        dtype = np.dtype("float16" if text == "bfloat16" else text)
-    except TypeError:
-        raise TypeError(f"{name} must hold numbers that NumPy has too, came with dtype {tensor.dtype}") from None
+    dtype = _dtype_of_torch(tensor.dtype)
+    if dtype is None:
+        raise TypeError(f"{name} must hold numbers that NumPy has too, came with dtype {tensor.dtype}")
     return Adopted(name, tensor, library, tuple(tensor.shape), dtype)
 
 
-def _adopt_device(name, array):
-    device = 0 if SIMULATED else cuda.get_current_device().id
-    return Adopted(name, array, NumbaDevice(device), tuple(array.shape), np.dtype(array.dtype))
+@cache
+def _dtype_of_torch(dtype):
+    # NumPy has no bfloat16; like float16 it is computed in float32, which holds all of its values
+    text = str(dtype).removeprefix("torch.")
+    try:
+        return np.dtype("float16" if text == "bfloat16" else text)
+    except TypeError:
+        return None
 
 
 def _adopt_dlpack(name, array):
     kind, number = array.__dlpack_device__()
     namespace = getattr(array, "__array_namespace__", lambda: None)()
-    if int(kind) == 1:
+    if int(kind) == DLPACK_CPU:
         host = np.from_dlpack(array)
         library = DlpackHost(namespace) if hasattr(namespace, "from_dlpack") else NUMPY
         return Adopted(name, host, library, host.shape, host.dtype)
+    if int(kind) == DLPACK_CUDA and not SIMULATED:
+        return adopt(name, _DlpackView(array))
     raise TypeError(
-        f"{name} must be on the CPU or have __cuda_array_interface__, came as {type(array).__name__} on DLPack device "
+        f"{name} must be on the CPU or on a CUDA device, came as {type(array).__name__} on DLPack device "
         f"{int(kind)}:{number}"
     )
+
+
+# One object a library and device: nothing about it changes.
+_torch_host = cache(TorchHost)
+_torch_device = cache(TorchDevice)
+_cupy_device = cache(CupyDevice)
+
+
+def _numba_device():
+    return _numba_device_of(0 if SIMULATED else cuda.get_current_device().id)
+
+
+_numba_device_of = cache(NumbaDevice)
+
+
+def _flat_of_numba(array):
+    if SIMULATED:
+        return Flat(array.reshape(prod(array.shape)), 0, array.size, array.dtype)
+    return Flat(array, array.__cuda_array_interface__["data"][0], array.size, array.dtype)
 
 
 def _take_rows(library, adopted, source, indices, target):
@@ -280,14 +325,53 @@ def _take_rows(library, adopted, source, indices, target):
         nan = np.array([0x7FC0], np.uint16).view(real) if real.itemsize == 2 else np.array([np.nan], real)
         fill = np.repeat(nan, word // real.itemsize).view(words)[0]
     width = row_bytes // word
-    arguments = source.view(words), adopted.shape[0], width, indices, indices.size, fill, target.view(words)
-    launch(take_rows_kernel, indices.size * width, THREADS, library.stream(), *arguments)
+    arguments = source.viewed(words), adopted.shape[0], width, indices, indices.size, fill, target.viewed(words)
+    Launch(take_rows_kernel, indices.size * width, THREADS, *arguments).run(library.stream())
 
 
-def _device_view(array):
-    # no synchronisation: the work goes to the stream that the caller is on, behind what filled the array
-    return cuda.as_cuda_array(array, sync=False)
+# -- DLPack on a device ----------------------------------------------------------------------------------------------
+#
+# https://dmlc.github.io/dlpack/latest/c_api.html. Numba reads __cuda_array_interface__ but no DLPack, so the struct in
+# the capsule is translated.
+
+DLPACK_CPU, DLPACK_CUDA = 1, 2
+_DLPACK_KINDS = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}
 
 
-def _numba_stream(handle):
-    return cuda.external_stream(handle) if handle else 0
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DlpackView:
+    """A device array known by DLPack, as one that has `__cuda_array_interface__`. Keeps the array and its capsule."""
+
+    def __init__(self, array):
+        self._array = array
+        # -1: the producer need not synchronise; the work goes to the stream that the caller is on
+        self._capsule = array.__dlpack__(stream=-1)
+        pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        tensor = _DLTensor.from_address(pointer_of(self._capsule, b"dltensor"))
+        kind = _DLPACK_KINDS.get(tensor.code)
+        if kind is None or tensor.lanes != 1:
+            raise TypeError(f"DLPack type code {tensor.code} with {tensor.lanes} lanes is no type of NumPy")
+        itemsize = tensor.bits // 8
+        strides = [tensor.strides[n] * itemsize for n in range(tensor.ndim)] if tensor.strides else None
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape[n] for n in range(tensor.ndim)),
+            "strides": tuple(strides) if strides else None,
+            "typestr": "|b1" if kind == "b" else f"<{kind}{itemsize}",
+            "data": ((tensor.data or 0) + tensor.byte_offset, False),
+            "version": 3,
+        }

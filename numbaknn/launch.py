@@ -1,18 +1,36 @@
-"""Launching kernels, and knowing whether there is a device to launch them on."""
+"""Launching compiled kernels without numba's dispatcher: one driver call a launch, or one for a whole graph.
+
+The dispatcher inspects and converts every argument of every call; an array alone costs it tens of microseconds. Here a
+`Launch` is prepared once: the kernel is compiled for the types of its arguments (by numba-cuda, which keeps it on disk),
+and the block of argument values that the driver reads is laid out. What remains for a call is to write the addresses that
+have changed and to call `cuLaunchKernel`. A `Graph` of several launches goes to the device in one call.
+
+Under the simulator the same objects run through the plain dispatcher.
+
+Interfaces used: `cuda.bindings.driver`, `CUDADispatcher.compile`, and one private name of numba-cuda 0.30.4,
+`_codelibrary.get_cufunc()`, for the handle of a compiled kernel; tests/test_launch.py fails when it moves. The layout of
+an array argument (seven words: two unused, number of elements, bytes an element, address, shape, stride) is that of
+numba's one-dimensional arrays, which the same test compares.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 
-from numba import cuda
+import numpy as np
+from numba import cuda, types
+from numba.np.numpy_support import from_dtype
 
 from numbaknn.jit import SIMULATED
 
+if not SIMULATED:
+    from cuda.bindings import driver
 
-def launch(kernel, items, threads, stream, *arguments, shared_bytes=0):
-    """Run a kernel with one thread for each of `items`, in blocks of `threads` along x."""
-    blocks = (items + threads - 1) // threads
-    kernel[blocks, threads, stream, shared_bytes](*arguments)
+# The dynamic shared memory that a kernel may use without asking the driver first.
+SHARED_BYTES_FOR_THE_ASKING = 48 * 1024
+
+# Where the address stands among the seven words of an array argument.
+WORDS_AN_ARRAY, ADDRESS_WORD = 7, 4
 
 
 @cache
@@ -24,3 +42,197 @@ def has_device():
         return cuda.is_available()
     except Exception:  # a broken driver raises what it likes; without one the CPU loops serve
         return False
+
+
+class Flat:
+    """Packed one-dimensional device memory, as kernels take it.
+
+    `owner` is the array of whichever library that keeps the memory alive; in the simulator it is the array itself.
+    """
+
+    __slots__ = ("address", "dtype", "owner", "size")
+
+    def __init__(self, owner, address, size, dtype):
+        self.owner = owner
+        self.address = address
+        self.size = size
+        self.dtype = np.dtype(dtype)
+
+    def borrowed(self):
+        """The same memory without a hold on it, for what is launched before its owner can let go of it."""
+        return self if SIMULATED else Flat(None, self.address, self.size, self.dtype)
+
+    def viewed(self, dtype):
+        """The same memory as elements of another size."""
+        dtype = np.dtype(dtype)
+        owner = self.owner.view(dtype) if SIMULATED else self.owner
+        return Flat(owner, self.address, self.size * self.dtype.itemsize // dtype.itemsize, dtype)
+
+
+class Launch:
+    """A kernel with its grid, blocks and arguments, ready to run."""
+
+    # Whether the first argument is the points that a build is made over.
+    reads_points = False
+
+    def __init__(self, kernel, items, threads, *arguments, shared_bytes=0):
+        self.kernel = kernel
+        self.blocks = (items + threads - 1) // threads
+        self.threads = threads
+        self.shared_bytes = shared_bytes
+        self.arguments = list(arguments)
+        if SIMULATED:
+            return
+        self.handle = _handle(kernel, tuple(map(_type_of, arguments)), shared_bytes)
+        words, self._places = [], []
+        for argument in arguments:
+            self._places.append(len(words) + (ADDRESS_WORD if isinstance(argument, Flat) else 0))
+            words += _words_of(argument)
+        self._words = np.array(words, np.int64)
+        self._pointers = self._words.ctypes.data + 8 * np.arange(len(words), dtype=np.uint64)
+        self.parameters = self._pointers.ctypes.data
+
+    def point(self, position, flat):
+        """Let an array argument be this memory, of the same length and dtype. Returns whether that changes anything."""
+        if SIMULATED:
+            self.arguments[position] = flat
+            return True
+        place = self._places[position]
+        if self._words[place] == flat.address:
+            return False
+        self._words[place] = flat.address
+        return True
+
+    def run(self, stream):
+        """Put the launch on a stream (its handle, 0 for the default one)."""
+        if SIMULATED:
+            arguments = [a.owner if isinstance(a, Flat) else a for a in self.arguments]
+            self.kernel[self.blocks, self.threads, 0, self.shared_bytes](*arguments)
+            return
+        result = driver.cuLaunchKernel(
+            self.handle, self.blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, self.parameters, 0
+        )
+        if result[0]:
+            _raise(result[0])
+
+
+class Graph:
+    """Launches in a row, sent to the device by one call."""
+
+    def __init__(self, launches):
+        self.launches = launches
+        if SIMULATED:
+            return
+        graph = _checked(driver.cuGraphCreate(0))
+        self._nodes, before = [], []
+        for launch in launches:
+            node = _checked(driver.cuGraphAddKernelNode(graph, before, len(before), _node_parameters(launch)))
+            self._nodes.append(node)
+            before = [node]
+        self._executable = _checked(driver.cuGraphInstantiate(graph, 0))
+        _checked(driver.cuGraphDestroy(graph))
+
+    def update(self, number):
+        """Take over the arguments of launch `number` as they are now. Replays under way keep the old ones."""
+        if not SIMULATED:
+            parameters = _node_parameters(self.launches[number])
+            _checked(driver.cuGraphExecKernelNodeSetParams(self._executable, self._nodes[number], parameters))
+
+    def replay(self, stream):
+        """Put all launches on a stream."""
+        if SIMULATED:
+            for launch in self.launches:
+                launch.run(stream)
+            return
+        result = driver.cuGraphLaunch(self._executable, stream)
+        if result[0]:
+            _raise(result[0])
+
+    def __del__(self):
+        if not SIMULATED and getattr(self, "_executable", None) is not None:
+            driver.cuGraphExecDestroy(self._executable)
+
+
+def dispatch(kernel, items, threads, stream, *arguments):
+    """Run a kernel on Numba arrays of any layout through numba's dispatcher: for what is seldom done."""
+    stream = cuda.external_stream(stream) if stream else 0
+    kernel[(items + threads - 1) // threads, threads, stream](*arguments)
+
+
+def read(flat, stream, first=0, last=None):
+    """Elements of device memory as a NumPy array, after everything that is on the stream."""
+    last = flat.size if last is None else last
+    if SIMULATED:
+        return np.asarray(flat.owner.copy_to_host())[first:last].copy()
+    host = np.empty(last - first, flat.dtype)
+    if host.size:
+        address = flat.address + first * flat.dtype.itemsize
+        _checked(driver.cuMemcpyDtoHAsync(host.ctypes.data, address, host.nbytes, stream))
+        _checked(driver.cuStreamSynchronize(stream))
+    return host
+
+
+def write(flat, host, stream):
+    """Copy a packed NumPy array into device memory of the same length, in the order of the stream."""
+    if SIMULATED:
+        flat.owner.copy_to_device(np.ascontiguousarray(host))
+    elif host.size:
+        _checked(driver.cuMemcpyHtoDAsync(flat.address, host.ctypes.data, host.nbytes, stream))
+
+
+@cache
+def _handle(kernel, signature, shared_bytes):
+    """The driver's handle of a kernel compiled for a signature, on the current device."""
+    function = kernel.compile(signature)._codelibrary.get_cufunc()
+    handle = driver.CUfunction(int(function.handle))
+    if shared_bytes > SHARED_BYTES_FOR_THE_ASKING:
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        device = driver.CUdevice(cuda.get_current_device().id)
+        _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(handle)), device))
+    return handle
+
+
+def _type_of(argument):
+    if isinstance(argument, Flat):
+        return types.Array(from_dtype(argument.dtype), 1, "C")
+    if isinstance(argument, bool):
+        return types.boolean
+    if isinstance(argument, int):
+        return types.int64
+    return from_dtype(np.dtype(type(argument)))
+
+
+def _words_of(argument):
+    """The 64-bit words that hold an argument in the block that the driver reads."""
+    if isinstance(argument, Flat):
+        itemsize = argument.dtype.itemsize
+        return [0, 0, argument.size, itemsize, argument.address, argument.size, itemsize]
+    if isinstance(argument, int):
+        return [int(argument)]
+    word = np.zeros(8, np.uint8)
+    value = np.array([argument]).view(np.uint8)
+    word[: value.size] = value
+    return [int(word.view(np.int64)[0])]
+
+
+def _node_parameters(launch):
+    parameters = driver.CUDA_KERNEL_NODE_PARAMS()
+    parameters.func = launch.handle
+    parameters.gridDimX, parameters.gridDimY, parameters.gridDimZ = launch.blocks, 1, 1
+    parameters.blockDimX, parameters.blockDimY, parameters.blockDimZ = launch.threads, 1, 1
+    parameters.sharedMemBytes = launch.shared_bytes
+    parameters.kernelParams = launch.parameters
+    return parameters
+
+
+def _checked(result):
+    """The value of a driver call, or its error."""
+    if result[0]:
+        _raise(result[0])
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def _raise(code):
+    _, name = driver.cuGetErrorName(code)
+    _, text = driver.cuGetErrorString(code)
+    raise RuntimeError(f"CUDA driver: {name.decode()}: {text.decode()}")

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numba
 import numpy as np
-from numba import cuda
 
 from numbaknn import errors
-from numbaknn.arrays import NUMPY, NumbaDevice, adopt, hand_back
+from numbaknn.arrays import THREADS, NumbaDevice, adopt, hand_back
 from numbaknn.kernels.binning import first_bad_row_kernel
-from numbaknn.kernels.copying import pack_kernel
+from numbaknn.kernels.copying import convert_kernel
 from numbaknn.kernels.interpolation import interpolate_kernel
-from numbaknn.launch import has_device, launch
+from numbaknn.launch import Flat, Launch, has_device, read, write
 from numbaknn.loops.binning import first_bad_row
 from numbaknn.loops.interpolation import interpolate_loop
-from numbaknn.plans.neighbors import BINNING_THREADS, POINTS_A_CHUNK, DeviceGrid, HostGrid
+from numbaknn.planning import Plan, check_like, plannable
+from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceGrid, DevicePlan, HostGrid, kept_device_grid
 
 TARGETS = ("auto", "cpu", "cuda")
 WEIGHTS = ("distance", "uniform")
@@ -90,19 +92,8 @@ def knn(
     >>> indices
     array([[1, 0]])
     """
-    points, queries = _adopt_cloud("points", points), _adopt_cloud("queries", queries)
-    errors.check_same_dimensions(points.shape, queries.shape)
-    _check_same_place(points, queries)
     options = _QueryOptions(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
-    target = _target(target, points)
-    dtype = _working_dtype(points.dtype, queries.dtype)
-    point_values, query_values = points.flat(dtype), queries.flat(dtype)
-    if options.checks(points):
-        _check_finite("points", point_values, points.shape)
-    if options.checks(queries):
-        _check_finite("queries", query_values, queries.shape)
-    grid = _build_grid(point_values, points, dtype, 0.0, target)
-    return _ask(grid, query_values, queries, options, points.shape[0], dtype, target)
+    return _KnnCall(points, queries, options, target).run()
 
 
 def interpolate(points, values, queries, k=1, *, weights="distance", check_finite="auto", target="auto"):
@@ -146,7 +137,7 @@ def interpolate(points, values, queries, k=1, *, weights="distance", check_finit
         raise ValueError(f"values must have one row a point, {points.shape[0]}, came with shape {values.shape}")
     if points.shape[0] == 0:
         raise ValueError("points must have at least one row to take values from, came with none")
-    if not points.library.same_place(values.library):
+    if points.library.device != values.library.device:
         raise ValueError(
             f"values must be on the same device as points, came on {values.library.word} with points on "
             f"{points.library.word}"
@@ -172,7 +163,7 @@ def interpolate(points, values, queries, k=1, *, weights="distance", check_finit
         flat_means,
     )
     if flat_means.size and values.on_device:
-        launch(interpolate_kernel, flat_means.size, BINNING_THREADS, values.library.stream(), *arguments)
+        Launch(interpolate_kernel, flat_means.size, THREADS, *arguments).run(values.library.stream())
     elif flat_means.size:
         interpolate_loop(*arguments)
     return hand_back(values.library, means)
@@ -221,7 +212,7 @@ class GridIndex:
         self.dtype = _working_dtype(points.dtype)
         values = points.flat(self.dtype)
         if check_finite is not False:
-            _check_finite("points", values, points.shape)
+            _check_finite(points, values, points.library.stream() if points.on_device else 0)
         # a conversion has made a copy already
         self._values = _repacked(values, points, self.dtype, self._target) if points.dtype == self.dtype else values
         self._grids = {}
@@ -260,20 +251,7 @@ class GridIndex:
         uploaded and their answer is brought back; device queries of an index in host memory raise.
         """
         options = _QueryOptions(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
-        if queries is None:
-            return _ask(self._grid(self.dtype), None, self._points, options, self.n, self.dtype, self._target)
-        queries = _adopt_cloud("queries", queries)
-        errors.check_same_dimensions((self.n, self.m), queries.shape)
-        if queries.on_device:
-            if self._target == "cpu":
-                raise ValueError(f"queries must be in host memory as the index is, came on {queries.library.word}")
-            if self._points.on_device:
-                _check_same_place(self._points, queries)
-        dtype = _working_dtype(self._points.dtype, queries.dtype)
-        values = queries.flat(dtype)
-        if options.checks(queries):
-            _check_finite("queries", values, queries.shape)
-        return _ask(self._grid(dtype), values, queries, options, self.n, dtype, self._target)
+        return _IndexCall(self, queries, options).run()
 
 
 # -- What the calls share --------------------------------------------------------------------------------------------
@@ -282,7 +260,11 @@ class GridIndex:
 class _QueryOptions:
     """The options of a query, checked."""
 
-    def __init__(self, k, distance_upper_bound, eps, squared, index_dtype, check_finite):
+    __slots__ = ("bound", "check_finite", "index_dtype", "k", "squared")
+
+    def __init__(
+        self, k=1, distance_upper_bound=np.inf, eps=0, squared=False, index_dtype="int64", check_finite="auto"
+    ):
         self.k = errors.check_k(k)
         self.bound = errors.check_length("distance_upper_bound", distance_upper_bound)
         errors.check_length("eps", eps)
@@ -311,7 +293,7 @@ def _working_dtype(*dtypes):
 
 
 def _check_same_place(points, queries):
-    if not points.library.same_place(queries.library):
+    if points.library.device != queries.library.device:
         raise ValueError(
             f"queries must be on the same device as points, came on {queries.library.word} with points on "
             f"{points.library.word}"
@@ -335,37 +317,51 @@ def _target(target, points):
     return target
 
 
-def _check_finite(name, values, shape):
+def _check_finite(adopted, values, stream):
     """Raise for the first row that is not finite."""
-    rows, dimensions = shape
+    rows, dimensions = adopted.shape
     if rows == 0:
         return
     if isinstance(values, np.ndarray):
         chunks = max(1, min(rows // POINTS_A_CHUNK, numba.get_num_threads()))
         row = int(first_bad_row(values, dimensions, rows, chunks))
     else:
-        first = cuda.to_device(np.array([rows], np.int64))
-        launch(first_bad_row_kernel, rows, BINNING_THREADS, 0, values, dimensions, rows, first)
-        row = int(first.copy_to_host()[0])
+        _, first = adopted.library.empty((1,), np.int64)
+        write(first, np.array([rows]), stream)
+        Launch(first_bad_row_kernel, rows, THREADS, values, dimensions, rows, first).run(stream)
+        row = int(read(first, stream)[0])
     if row < rows:
-        bad = values[row * dimensions : (row + 1) * dimensions]
-        raise errors.bad_row(name, row, bad if isinstance(bad, np.ndarray) else bad.copy_to_host())
+        place = row * dimensions, (row + 1) * dimensions
+        bad = values[slice(*place)] if isinstance(values, np.ndarray) else read(values, stream, *place)
+        raise errors.bad_row(adopted.name, row, bad)
+
+
+def _workspace_library(adopted, target):
+    """Whose allocator and stream serve a call: the caller's, or Numba's for host arrays on the GPU."""
+    return _uploader() if target == "cuda" and not adopted.on_device else adopted.library
+
+
+@cache
+def _uploader():
+    return NumbaDevice()
+
+
+def _uploaded(values, stream):
+    """Flat host values as flat device memory."""
+    _, flat = _uploader().empty((values.size,), values.dtype)
+    write(flat, values, stream)
+    return flat
 
 
 def _repacked(values, adopted, dtype, target):
-    """A copy of flat values in this precision, where they are."""
+    """A copy of flat values in this precision, where the target wants them."""
     if isinstance(values, np.ndarray):
         return np.array(values, dtype)
     library = _workspace_library(adopted, target)
     _, copy = library.empty((values.size,), dtype)
     if values.size:
-        launch(pack_kernel, values.size, BINNING_THREADS, library.stream(), values.reshape(1, values.size), copy)
+        Launch(convert_kernel, values.size, THREADS, values, copy).run(library.stream())
     return copy
-
-
-def _workspace_library(adopted, target):
-    """Whose allocator and stream serve a call: the caller's, or Numba's for host arrays on the GPU."""
-    return NumbaDevice() if target == "cuda" and not adopted.on_device else adopted.library
 
 
 def _build_grid(values, points, dtype, cell_size, target):
@@ -374,36 +370,249 @@ def _build_grid(values, points, dtype, cell_size, target):
     if rows == 0:
         return None
     if target == "cpu":
-        return HostGrid(values, rows, dimensions, dtype, cell_size, NUMPY)
+        return HostGrid(rows, dimensions, dtype, cell_size).build(values)
+    library = _workspace_library(points, target)
+    stream = library.stream()
     if isinstance(values, np.ndarray):
-        values = cuda.to_device(values)
-    return DeviceGrid(values, rows, dimensions, dtype, cell_size, _workspace_library(points, target))
+        values = _uploaded(values, stream)
+    return DeviceGrid(values, rows, dimensions, dtype, library, cell_size).build(values, stream)
 
 
-def _ask(grid, values, queries, options, point_count, dtype, target):
-    """Run a query over flat values (None: the points themselves) and hand the answer back as the caller has arrays."""
-    count, k = queries.shape[0], options.k
-    shape = (count,) if k == 1 else (count, k)
-    library = queries.library
-    distances, flat_distances = library.empty(shape, dtype)
-    indices, flat_indices = library.empty(shape, options.index_dtype)
-    if count and grid is None:
-        _fill(flat_distances, np.inf)
-        _fill(flat_indices, point_count)
-    elif count and target == "cuda" and not queries.on_device:
-        device_values = None if values is None else cuda.to_device(values)
-        device_distances = cuda.device_array(count * k, dtype)
-        device_indices = cuda.device_array(count * k, options.index_dtype)
-        grid.query(device_values, count, k, options.bound, options.squared, device_distances, device_indices)
-        device_distances.copy_to_host(flat_distances)
-        device_indices.copy_to_host(flat_indices)
-    elif count:
-        grid.query(values, count, k, options.bound, options.squared, flat_distances, flat_indices)
-    return hand_back(library, distances), hand_back(library, indices)
-
-
-def _fill(flat, value):
-    if isinstance(flat, np.ndarray):
-        flat[:] = value
+def _fill(flat, value, stream):
+    """Set every element."""
+    values = np.full(flat.size, value, flat.dtype)
+    if isinstance(flat, Flat):
+        write(flat, values, stream)
     else:
-        flat.copy_to_device(np.full(flat.shape, value, flat.dtype))
+        flat[:] = values
+
+
+def _fill_missing(distances, indices, count):
+    """The answer without a neighbour."""
+    distances[:] = np.inf
+    indices[:] = count
+
+
+class _Call:
+    """A query, checked and adopted: what is left to do is to run it, once or as a plan.
+
+    The subclasses say where the grid comes from. `queries` is None for the points themselves.
+    """
+
+    def _empty_answer(self):
+        library = self._asker.library
+        distances, flat_distances = library.empty(self._shape, self._dtype)
+        indices, flat_indices = library.empty(self._shape, self._options.index_dtype)
+        return distances, flat_distances, indices, flat_indices
+
+    @property
+    def _shape(self):
+        count, k = self._asker.shape[0], self._options.k
+        return (count,) if k == 1 else (count, k)
+
+    @property
+    def _asker(self):
+        """The array whose kind the answer has."""
+        return self._points if self._queries is None else self._queries
+
+    def run(self):
+        """The answer, in the kind of the caller's arrays."""
+        asker, options, target = self._asker, self._options, self._target
+        library, (count, k) = asker.library, (asker.shape[0], options.k)
+        stream = library.stream() if target == "cuda" else 0
+        values = None if self._queries is None else asker.flat(self._dtype)
+        self._check(values, stream)
+        distances, flat_distances, indices, flat_indices = self._empty_answer()
+        if count and self._points.shape[0] == 0:
+            _fill(flat_distances, np.inf, stream)
+            _fill(flat_indices, 0, stream)
+        elif count and target == "cpu":
+            self._host_grid().query(values, count, options, flat_distances, flat_indices)
+        elif count and asker.on_device:
+            self._run_on_device(values, flat_distances, flat_indices, stream)
+        elif count:
+            _, device_distances = _uploader().empty((count * k,), self._dtype)
+            _, device_indices = _uploader().empty((count * k,), options.index_dtype)
+            device_values = None if values is None else _uploaded(values, stream)
+            self._run_on_device(device_values, device_distances, device_indices, stream)
+            flat_distances[:] = read(device_distances, stream)
+            flat_indices[:] = read(device_indices, stream)
+        return hand_back(library, distances), hand_back(library, indices)
+
+
+class _KnnCall(_Call):
+    """A one-shot call: the grid is laid on the way."""
+
+    def __init__(self, points, queries, options, target):
+        self._points = points = _adopt_cloud("points", points)
+        self._queries = queries = _adopt_cloud("queries", queries)
+        errors.check_same_dimensions(points.shape, queries.shape)
+        _check_same_place(points, queries)
+        self._options = options
+        self._target = _target(target, points)
+        self._dtype = _working_dtype(points.dtype, queries.dtype)
+        self._values = None
+
+    def _check(self, queries, stream):
+        self._values = self._points.flat(self._dtype)
+        if self._options.checks(self._points):
+            _check_finite(self._points, self._values, stream)
+        if self._options.checks(self._queries):
+            _check_finite(self._queries, queries, stream)
+
+    @property
+    def inputs(self):
+        return self._points, self._queries
+
+    planned_grid = None  # a plan lays its own
+
+    def _host_grid(self):
+        return HostGrid(*self._points.shape, self._dtype).build(self._values)
+
+    def run_on_host(self, flats, distances, indices):
+        """Run a plan in the workspace that it keeps."""
+        points, queries = flats
+        if not points.size or not queries.size:
+            _fill_missing(distances, indices, self._points.shape[0])
+            return
+        if self._values is None:
+            self._values = HostGrid(*self._points.shape, self._dtype)
+        self._values.build(points).query(queries, self._queries.shape[0], self._options, distances, indices)
+
+    def _run_on_device(self, queries, distances, indices, stream):
+        library = _workspace_library(self._points, self._target)
+        values = self._values if self._points.on_device else _uploaded(self._values, stream)
+        values, queries = values.borrowed(), queries.borrowed()
+        grid = kept_device_grid(values, *self._points.shape, self._dtype, library, stream)
+        with grid.lock:
+            grid.build(values, stream)
+            grid.query(queries, self._queries.shape[0], self._options, distances, indices, stream)
+
+
+class _IndexCall(_Call):
+    """A query of an index."""
+
+    def __init__(self, index, queries, options):
+        self._index, self._options, self._target = index, options, index._target
+        self._points, self._queries = index._points, None
+        self._dtype = index.dtype
+        if queries is None:
+            return
+        self._queries = queries = _adopt_cloud("queries", queries)
+        errors.check_same_dimensions((index.n, index.m), queries.shape)
+        if queries.on_device:
+            if index._target == "cpu":
+                raise ValueError(f"queries must be in host memory as the index is, came on {queries.library.word}")
+            if index._points.on_device:
+                _check_same_place(index._points, queries)
+        self._dtype = _working_dtype(index._points.dtype, queries.dtype)
+
+    def _check(self, queries, stream):
+        if queries is not None and self._options.checks(self._queries):
+            _check_finite(self._queries, queries, stream)
+
+    @property
+    def inputs(self):
+        return () if self._queries is None else (self._queries,)
+
+    @property
+    def planned_grid(self):
+        return self._index._grid(self._dtype)
+
+    def _host_grid(self):
+        return self._index._grid(self._dtype)
+
+    def run_on_host(self, flats, distances, indices):
+        """Run a plan."""
+        if not self._index.n or not self._asker.shape[0]:
+            _fill_missing(distances, indices, self._index.n)
+            return
+        queries = flats[0] if flats else None
+        self._host_grid().query(queries, self._asker.shape[0], self._options, distances, indices)
+
+    def _run_on_device(self, queries, distances, indices, stream):
+        count = self._asker.shape[0]
+        queries = None if queries is None else queries.borrowed()
+        self._index._grid(self._dtype).query(queries, count, self._options, distances, indices, stream)
+
+
+# -- Plans -----------------------------------------------------------------------------------------------------------
+
+
+class _NeighborsPlan(Plan):
+    """A plan of `knn` (with the points as its first input) or of a query of an index."""
+
+    def __init__(self, call):
+        self._call = call
+        self._examples = call.inputs
+        self._options = call._options
+        self._dtype = call._dtype
+        asker = call._asker
+        self._library = asker.library
+        self._on_device = call._target == "cuda" and asker.shape[0] > 0 and call._points.shape[0] > 0
+        self._stream = self._library.stream
+        if self._on_device:
+            self._prepare_device()
+        else:
+            self._answer = call._empty_answer()
+
+    def _prepare_device(self):
+        """Allocate workspace and outputs; for host arrays also device memory to copy them to."""
+        call = self._call
+        library = self._library if self._library.device is not None else _uploader()
+        self._staged = self._library.device is None
+        flats = [
+            library.empty(adopted.shape, self._dtype)[1] if self._staged else adopted.flat(self._dtype)
+            for adopted in self._examples
+        ]
+        grid = call.planned_grid
+        points = (flats[0], *call._points.shape) if grid is None else None
+        queries = flats[-1] if call._queries is not None else None
+        asked = call._asker.shape[0]
+        self._inputs = flats if self._staged else None
+        self._device = DevicePlan(grid, points, queries, asked, self._options, self._dtype, library)
+        self.launches, self.device_bytes = self._device.launches, self._device.device_bytes
+        if self._staged:
+            self._answer = call._empty_answer()
+
+    def _run(self, arrays):
+        examples = self._examples
+        if len(arrays) != len(examples):
+            names = ", ".join(example.name for example in examples) or "none"
+            raise TypeError(f"the plan takes {len(examples)} arrays ({names}), came with {len(arrays)}")
+        adopted = [adopt(example.name, array) for example, array in zip(examples, arrays)]
+        for now, example in zip(adopted, examples):
+            check_like(now, example)
+        stream = self._stream() if self._on_device else 0
+        flats = [now.flat(self._dtype) for now in adopted]
+        for now, flat in zip(adopted, flats):
+            if self._options.checks(now):
+                _check_finite(now, flat, stream)
+        if self._on_device and not self._staged:
+            self._device.run(flats, stream)
+            return self._device.distances, self._device.indices
+        distances, flat_distances, indices, flat_indices = self._answer
+        if self._on_device:
+            for device, host in zip(self._inputs, flats):
+                write(device, host, stream)
+            self._device.run(self._inputs, stream)
+            flat_distances[:] = read(self._device.flat_distances, stream)
+            flat_indices[:] = read(self._device.flat_indices, stream)
+        else:
+            self._call.run_on_host(flats, flat_distances, flat_indices)
+        return hand_back(self._library, distances), hand_back(self._library, indices)
+
+    def _copied(self, array):
+        return self._library.copied(array)
+
+
+def _plan_knn(_, points, queries, k=1, *, target="auto", **options):
+    return _NeighborsPlan(_KnnCall(points, queries, _QueryOptions(k, **options), target))
+
+
+def _plan_query(index, queries, k=1, **options):
+    return _NeighborsPlan(_IndexCall(index, queries, _QueryOptions(k, **options)))
+
+
+plannable(knn, _plan_knn)
+plannable(GridIndex.query, _plan_query)

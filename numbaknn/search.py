@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from numbaknn.geometry import (
     CELL,
     EXTENT,
@@ -21,6 +23,7 @@ from numbaknn.geometry import (
     is_finite,
     reach_of_block,
     read_point,
+    row_of,
     slack_of,
     square_distance,
     vertex_along,
@@ -61,7 +64,7 @@ def lowest_cell(axis, offset, home, end, cell, slack, all_xx, all_yy, all_zz, li
     """The lowest cell along an axis, not below `end`, that can hold a point whose square is no more than `limit`."""
     row = home
     while row > end and bound(axis, gap_below(offset, row - 1, cell, slack), all_xx, all_yy, all_zz) <= limit:
-        row -= 1
+        row = np.int32(row - 1)
     return row
 
 
@@ -70,7 +73,7 @@ def highest_cell(axis, offset, home, end, cell, slack, all_xx, all_yy, all_zz, l
     """The highest such cell, not above `end`."""
     row = home
     while row < end and bound(axis, gap_above(offset, row + 1, cell, slack), all_xx, all_yy, all_zz) <= limit:
-        row += 1
+        row = np.int32(row + 1)
     return row
 
 
@@ -86,7 +89,7 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
     slack_x = slack_of(offset_x, frame[EXTENT], frame[SLACK])
     slack_y = slack_of(offset_y, frame[EXTENT + 1], frame[SLACK])
     slack_z = slack_of(offset_z, frame[EXTENT + 2], frame[SLACK])
-    count_x, count_y, count_z = int(shape[0]), int(shape[1]), int(shape[2])
+    count_x, count_y, count_z = shape[0], shape[1], shape[2]
     vertex_x = vertex_along(offset_x, per_cell, count_x)
     vertex_y = vertex_along(offset_y, per_cell, count_y)
     vertex_z = vertex_along(offset_z, per_cell, count_z)
@@ -100,49 +103,49 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
     all_xx, all_yy, all_zz = product(all_x, all_x), product(all_y, all_y), product(all_z, all_z)
 
     # The block of `done` cells on both sides of the vertex has been seen; now comes the one of `radius`.
-    radius, whole = 1, max(count_x, max(count_y, count_z))
+    radius, whole = np.int32(1), max(count_x, max(count_y, count_z))
     while radius < whole:
         done = radius
-        radius = whole if indices[-1] < missing else min(2 * radius, whole)
+        radius = whole if indices[-1] < missing else np.int32(min(2 * radius, whole))
         limit = squares[-1]
-        end_x, end_y, end_z = max(vertex_x - radius, 0), max(vertex_y - radius, 0), max(vertex_z - radius, 0)
+        end_x = np.int32(max(vertex_x - radius, 0))
+        end_y = np.int32(max(vertex_y - radius, 0))
+        end_z = np.int32(max(vertex_z - radius, 0))
         low_x = lowest_cell(0, offset_x, home_x, end_x, cell, slack_x, all_xx, all_yy, all_zz, limit)
         low_y = lowest_cell(1, offset_y, home_y, end_y, cell, slack_y, all_xx, all_yy, all_zz, limit)
         low_z = lowest_cell(2, offset_z, home_z, end_z, cell, slack_z, all_xx, all_yy, all_zz, limit)
-        end_x, end_y, end_z = (
-            min(vertex_x + radius, count_x) - 1,
-            min(vertex_y + radius, count_y) - 1,
-            min(vertex_z + radius, count_z) - 1,
-        )
+        end_x = np.int32(min(vertex_x + radius, count_x) - 1)
+        end_y = np.int32(min(vertex_y + radius, count_y) - 1)
+        end_z = np.int32(min(vertex_z + radius, count_z) - 1)
         high_x = highest_cell(0, offset_x, home_x, end_x, cell, slack_x, all_xx, all_yy, all_zz, limit)
         high_y = highest_cell(1, offset_y, home_y, end_y, cell, slack_y, all_xx, all_yy, all_zz, limit)
         high_z = highest_cell(2, offset_z, home_z, end_z, cell, slack_z, all_xx, all_yy, all_zz, limit)
 
-        for row_z in range(low_z, high_z + 1):
+        for row_z in range(low_z, np.int32(high_z + 1)):
             gap_z = gap_at(offset_z, home_z, row_z, all_z, cell, slack_z)
             gap_zz = product(gap_z, gap_z)
             seen_z = vertex_z - done <= row_z and row_z < vertex_z + done
-            for row_y in range(low_y, high_y + 1):
+            for row_y in range(low_y, np.int32(high_y + 1)):
                 gap_y = gap_at(offset_y, home_y, row_y, all_y, cell, slack_y)
                 gap_yy = product(gap_y, gap_y)
                 if total(total(all_xx, gap_yy), gap_zz) > squares[-1]:
                     continue
-                row = (row_z * count_y + row_y) * count_x
+                row = row_of(row_y, row_z, shape)
                 # Of a row that runs through the block already seen only the two ends are new.
                 seen = seen_z and vertex_y - done <= row_y and row_y < vertex_y + done
                 for part in range(2 if seen else 1):
-                    first = vertex_x + done if part == 1 else low_x
-                    last = vertex_x - done - 1 if seen and part == 0 else high_x
+                    first = np.int32(vertex_x + done) if part == 1 else low_x
+                    last = np.int32(vertex_x - done - 1) if seen and part == 0 else high_x
                     while first <= last and first < home_x:
                         gap_x = gap_below(offset_x, first, cell, slack_x)
                         if total(total(product(gap_x, gap_x), gap_yy), gap_zz) <= squares[-1]:
                             break
-                        first += 1
+                        first = np.int32(first + 1)
                     while first <= last and last > home_x:
                         gap_x = gap_above(offset_x, last, cell, slack_x)
                         if total(total(product(gap_x, gap_x), gap_yy), gap_zz) <= squares[-1]:
                             break
-                        last -= 1
+                        last = np.int32(last - 1)
                     if first <= last:
                         squares, indices = scan(
                             x, y, z, itself, starts[row + first], starts[row + last + 1], table, squares, indices
@@ -160,17 +163,19 @@ def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indic
     """
     per_cell = frame[PER_CELL]
     offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
-    count_x, count_y, count_z = int(shape[0]), int(shape[1]), int(shape[2])
+    count_x, count_y, count_z = shape[0], shape[1], shape[2]
     vertex_x = vertex_along(offset_x, per_cell, count_x)
     vertex_y = vertex_along(offset_y, per_cell, count_y)
     vertex_z = vertex_along(offset_z, per_cell, count_z)
 
     # The first block: the 2 x 2 x 2 cells around that vertex, which reach half a cell or more in every direction. Nothing
     # is known yet that could spare a cell, so there is nothing to ask.
-    first_x, last_x = max(vertex_x - 1, 0), min(vertex_x, count_x - 1)
-    for row_z in range(max(vertex_z - 1, 0), min(vertex_z, count_z - 1) + 1):
-        for row_y in range(max(vertex_y - 1, 0), min(vertex_y, count_y - 1) + 1):
-            row = (row_z * count_y + row_y) * count_x
+    first_x, last_x = np.int32(max(vertex_x - 1, 0)), np.int32(min(vertex_x, count_x - 1))
+    first_y, last_y = np.int32(max(vertex_y - 1, 0)), np.int32(min(vertex_y, count_y - 1))
+    first_z, last_z = np.int32(max(vertex_z - 1, 0)), np.int32(min(vertex_z, count_z - 1))
+    for row_z in range(first_z, np.int32(last_z + 1)):
+        for row_y in range(first_y, np.int32(last_y + 1)):
+            row = row_of(row_y, row_z, shape)
             squares, indices = scan(
                 x, y, z, itself, starts[row + first_x], starts[row + last_x + 1], table, squares, indices
             )

@@ -6,6 +6,8 @@ Everything that one stage learns stays on the device for the next; the host neve
 
 from __future__ import annotations
 
+import math
+
 from numba import cuda, int32, int64
 
 from numbaknn.geometry import (
@@ -30,8 +32,8 @@ BOUNDS_LENGTH = 7
 # Below the order key of every real.
 NOTHING = -(2**63)
 
-# Marks of all lattices but the coarsest, one byte a cell, the finest first.
-MARKS_LENGTH = sum(8**level for level in range(1, LATTICES))
+# Marks of the finest lattice: a bit a cell, an int32 for each row along x.
+MARKS_LENGTH = FINEST_LATTICE * FINEST_LATTICE
 
 # Cells that one thread of a scan adds up by itself.
 CELLS_A_THREAD = 8
@@ -109,7 +111,7 @@ def longest_extent(bounds):
 
 @kernel
 def lattice_kernel(points, dimensions, rows, bounds, marks):
-    """Mark the cells of the finest lattice that hold a point. One thread a point; all write the same value."""
+    """Mark the cells of the finest lattice that hold a point. One thread a point."""
     row = cuda.grid(1)
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
@@ -118,35 +120,73 @@ def lattice_kernel(points, dimensions, rows, bounds, marks):
             low_x = as_type_of(-real_of_key(bounds[3]), x)
             low_y = as_type_of(-real_of_key(bounds[4]), x)
             low_z = as_type_of(-real_of_key(bounds[5]), x)
-            marks[lattice_cell(x, y, z, low_x, low_y, low_z, scale)] = 1
+            cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
+            mark = int32(1 << (cell % FINEST_LATTICE))
+            # most cells are marked already: a look costs less than an atomic
+            if not marks[cell // FINEST_LATTICE] & mark:
+                cuda.atomic.or_(marks, cell // FINEST_LATTICE, mark)
+
+
+# Lanes that reduce a list of one entry a thread: each takes every 32nd entry, which touches every bank once.
+LANES = 32
+
+
+@device
+def count_lattices(words, occupied):
+    """How many cells of each lattice are marked, for one block: occupied[n] for the one of 2^n cells an axis.
+
+    `words` comes in with the marks of the finest, and has room for LATTICES times as many words. A coarser cell is marked
+    if one of its eight is; the marks of a lattice of cells 2^n wide stay at every 2^n-th row and bit. The counts of its
+    rows go behind the marks, a list for each lattice.
+    """
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    side = FINEST_LATTICE
+    step = 1
+    for level in range(LATTICES - 1, 0, -1):
+        across = side // step
+        half = across // 2
+        counts = level * side * side
+        for n in range(thread, across * across, threads):
+            word = words[n // across * step * side + n % across * step]
+            words[counts + n] = cuda.popc(int64(word) & 0xFFFFFFFF)
+        cuda.syncthreads()
+        kept = int32(0)  # the bits that a row of the next lattice uses
+        for bit in range(0, side, 2 * step):
+            kept |= int32(1 << bit)
+        for n in range(thread, half * half, threads):
+            first = n // half * 2 * step * side + n % half * 2 * step
+            merged = words[first] | words[first + step]
+            merged |= words[first + step * side] | words[first + step * side + step]
+            words[first] = (merged | (merged >> step)) & kept
+        cuda.syncthreads()
+        step *= 2
+    lanes = min(LANES, threads)
+    for n in range(thread, (LATTICES - 1) * lanes, threads):
+        level, lane = 1 + n // lanes, n % lanes
+        counted = 0
+        for row in range(lane, 1 << (2 * level), lanes):
+            counted += words[level * side * side + row]
+        words[level * side * side + lane] = counted
+    cuda.syncthreads()
+    if thread == 0:
+        occupied[0] = 1
+        for level in range(1, LATTICES):
+            counted = 0
+            for lane in range(min(lanes, 1 << (2 * level))):
+                counted += words[level * side * side + lane]
+            occupied[level] = counted
 
 
 @kernel
 def frame_kernel(bounds, marks, cell_size, most_cells, largest, smallest, eps, frame, shape):
-    """Count the marked cells of every lattice, each made from the next finer one, and lay the grid. One block."""
+    """Count the marked cells of every lattice and lay the grid. One block; shared memory for LATTICES lists of marks."""
+    words = cuda.shared.array(0, int32)
     occupied = cuda.shared.array(LATTICES, int64)
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    for level in range(thread, LATTICES, threads):
-        occupied[level] = 1 if level == 0 else 0
+    for row in range(thread, MARKS_LENGTH, threads):
+        words[row] = marks[row]
     cuda.syncthreads()
-    side, finer = FINEST_LATTICE, 0
-    for level in range(LATTICES - 1, 0, -1):
-        half = side // 2
-        coarser = finer + side * side * side
-        count = 0
-        for cell in range(thread, half * half * half, threads):
-            x, y, z = 2 * (cell % half), 2 * (cell // half % half), 2 * (cell // (half * half))
-            below = 0
-            for child in range(8):
-                child_y, child_z = y + (child >> 1 & 1), z + (child >> 2)
-                below += marks[finer + (child_z * side + child_y) * side + x + (child & 1)]
-            count += below
-            if level > 1:
-                marks[coarser + cell] = 1 if below > 0 else 0
-        if count > 0:
-            cuda.atomic.add(occupied, level, count)
-        cuda.syncthreads()
-        side, finer = half, coarser
+    count_lattices(words, occupied)
     if thread == 0:
         for axis in range(3):
             frame[LOW + axis] = -real_of_key(bounds[3 + axis])
@@ -241,3 +281,141 @@ def scatter_kernel(points, dimensions, rows, starts, cells, ranks, table):
     if row < rows and cells[row] >= 0:
         x, y, z = read_point(points, row, dimensions)
         store_point(table, starts[cells[row]] + ranks[row], x, y, z, as_type_of(row, bits_of(x)))
+
+
+# -- All of it in one block ------------------------------------------------------------------------------------------
+#
+# For a small cloud the stages above spend their time starting and ending. One block does them all: between stages it
+# waits for itself only, and counts, marks and partial results stay in shared memory.
+
+
+@device
+def extremes_of_block(values, lists):
+    """Reduce `lists` lists of one real a thread to their maxima, which end up in values[list * threads]."""
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    lanes = min(LANES, threads)
+    cuda.syncthreads()
+    for n in range(thread, lists * lanes, threads):
+        first = n // lanes * threads + n % lanes
+        for other in range(first + lanes, n // lanes * threads + threads, lanes):
+            values[first] = max(values[first], values[other])
+    cuda.syncthreads()
+    for n in range(thread, lists, threads):
+        for other in range(n * threads + 1, n * threads + lanes):
+            values[n * threads] = max(values[n * threads], values[other])
+    cuda.syncthreads()
+
+
+@device
+def sum_before_in_block(value):
+    """The sum of `value` over the threads of the block before this one. Blocks of at most 1,024 threads."""
+    partial = cuda.shared.array(LANES * LANES + 1, int32)
+    before, _ = sum_before(value, partial)
+    return before
+
+
+@kernel
+def build_kernel(
+    points,
+    dimensions,
+    rows,
+    cell_size,
+    most_cells,
+    largest,
+    smallest,
+    eps,
+    frame,
+    shape,
+    starts,
+    table,
+):
+    """The whole build of a cloud of fewer than 65,536 points, in one block.
+
+    Shared memory: the largest of six reals a thread, of LATTICES lists of marks, and of a 16-bit counter for each of
+    `most_cells` cells and one more, two to a word.
+    """
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    reals = cuda.shared.array(0, points.dtype)
+    words = cuda.shared.array(0, int32)
+    occupied = cuda.shared.array(LATTICES, int64)
+
+    # The box, as the maxima of the coordinates and of their negatives.
+    nothing = as_type_of(-math.inf, frame[0])
+    high_x = high_y = high_z = low_x = low_y = low_z = nothing
+    for row in range(thread, rows, threads):
+        x, y, z = read_point(points, row, dimensions)
+        if is_finite(x, y, z):
+            high_x, high_y, high_z = max(high_x, x), max(high_y, y), max(high_z, z)
+            low_x, low_y, low_z = max(low_x, -x), max(low_y, -y), max(low_z, -z)
+    reals[thread] = high_x
+    reals[threads + thread] = high_y
+    reals[2 * threads + thread] = high_z
+    reals[3 * threads + thread] = low_x
+    reals[4 * threads + thread] = low_y
+    reals[5 * threads + thread] = low_z
+    extremes_of_block(reals, 6)
+    high_x, high_y, high_z = reals[0], reals[threads], reals[2 * threads]
+    low_x, low_y, low_z = -reals[3 * threads], -reals[4 * threads], -reals[5 * threads]
+    some = high_x >= low_x
+    longest = max(float(high_x) - float(low_x), max(float(high_y) - float(low_y), float(high_z) - float(low_z)))
+    cuda.syncthreads()
+
+    # Which cells of the finest lattice are occupied: a bit each, a word for each row along x.
+    for row in range(thread, MARKS_LENGTH, threads):
+        words[row] = 0
+    cuda.syncthreads()
+    scale = as_type_of(lattice_scale(longest), high_x)
+    for row in range(thread, rows, threads):
+        x, y, z = read_point(points, row, dimensions)
+        if is_finite(x, y, z):
+            cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
+            cuda.atomic.or_(words, cell // FINEST_LATTICE, int32(1 << (cell % FINEST_LATTICE)))
+    cuda.syncthreads()
+    count_lattices(words, occupied)
+    if thread == 0:
+        frame[LOW], frame[LOW + 1], frame[LOW + 2] = low_x, low_y, low_z
+        frame[EXTENT], frame[EXTENT + 1], frame[EXTENT + 2] = high_x, high_y, high_z
+        count = rows if some else 0  # near enough: it only serves to choose the cells
+        write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps)
+    cuda.syncthreads()
+
+    # Count the points of each cell, in the half of a word.
+    cells = int(shape[0]) * int(shape[1]) * int(shape[2])
+    pairs = cells // 2 + 1
+    for pair in range(thread, pairs, threads):
+        words[pair] = 0
+    cuda.syncthreads()
+    for row in range(thread, rows, threads):
+        x, y, z = read_point(points, row, dimensions)
+        if is_finite(x, y, z):
+            cell = cell_of(x, y, z, frame, shape)
+            cuda.atomic.add(words, cell >> 1, int32(1 << (16 * (cell & 1))))
+    cuda.syncthreads()
+
+    # Sums of the counts before: each thread adds up a stretch of words (an odd number, so that the threads of a warp meet
+    # different banks), the block the stretches.
+    stretch = (pairs + threads - 1) // threads | 1
+    first = min(thread * stretch, pairs)
+    last = min(first + stretch, pairs)
+    mine = 0
+    for pair in range(first, last):
+        mine += (words[pair] & 0xFFFF) + (words[pair] >> 16 & 0xFFFF)
+    before = sum_before_in_block(mine)
+    for pair in range(first, last):
+        low_count = words[pair] & 0xFFFF
+        high_count = words[pair] >> 16 & 0xFFFF
+        words[pair] = int32(before | (before + low_count) << 16)
+        before += low_count + high_count
+    cuda.syncthreads()
+    for cell in range(thread, cells + 1, threads):
+        starts[cell] = words[cell >> 1] >> (16 * (cell & 1)) & 0xFFFF
+    cuda.syncthreads()
+
+    # The sums are the cursors now: every point takes the next slot of its cell.
+    for row in range(thread, rows, threads):
+        x, y, z = read_point(points, row, dimensions)
+        if is_finite(x, y, z):
+            cell = cell_of(x, y, z, frame, shape)
+            shift = 16 * (cell & 1)
+            slot = cuda.atomic.add(words, cell >> 1, int32(1 << shift)) >> shift & 0xFFFF
+            store_point(table, slot, x, y, z, as_type_of(row, bits_of(x)))

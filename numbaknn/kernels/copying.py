@@ -17,6 +17,14 @@ def pack_kernel(source, target):
 
 
 @kernel
+def convert_kernel(source, target):
+    """Copy flat memory into flat memory of another precision. One thread an element."""
+    n = cuda.grid(1)
+    if n < target.size:
+        target[n] = source[n]
+
+
+@kernel
 def take_rows_kernel(source, rows, width, indices, count, fill, target):
     """Row `indices[n]` of `source` to row n of `target`, both flat with `width` words a row; `fill` for an index beyond
     the last row. One thread a word."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from numba import prange
 
 from numbaknn.jit import loop, part_of_loop
@@ -13,90 +11,40 @@ from numbaknn.search import answer
 STRETCH = 256
 
 
-@cache
-def knn_loop(capacity):
-    """The loop for lists of this capacity."""
-    slots = (0,) * capacity
+@part_of_loop
+def knn_stretch(first, last, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, found):
+    """Answer the queries first..last - 1."""
+    points, point_count, dimensions = cloud
+    table, starts, frame, shape = grid
+    distances, indices = found
+    for row in range(first, last):
+        answer(
+            row,
+            queries,
+            among_themselves,
+            points,
+            point_count,
+            dimensions,
+            table,
+            starts,
+            frame,
+            shape,
+            limit,
+            bounded,
+            k,
+            slots,
+            squared,
+            distances,
+            indices,
+        )
 
-    @part_of_loop
-    def knn_stretch(
-        first,
-        last,
-        queries,
-        among_themselves,
-        points,
-        point_count,
-        dimensions,
-        table,
-        starts,
-        frame,
-        shape,
-        limit,
-        bounded,
-        k,
-        squared,
-        distances,
-        indices,
-    ):
-        for row in range(first, last):
-            answer(
-                row,
-                queries,
-                among_themselves,
-                points,
-                point_count,
-                dimensions,
-                table,
-                starts,
-                frame,
-                shape,
-                limit,
-                bounded,
-                k,
-                slots,
-                squared,
-                distances,
-                indices,
-            )
 
-    @loop
-    def knn_loop(
-        query_count,
-        queries,
-        among_themselves,
-        points,
-        point_count,
-        dimensions,
-        table,
-        starts,
-        frame,
-        shape,
-        limit,
-        bounded,
-        k,
-        squared,
-        distances,
-        indices,
-    ):
-        for stretch in prange((query_count + STRETCH - 1) // STRETCH):
-            knn_stretch(
-                stretch * STRETCH,
-                min((stretch + 1) * STRETCH, query_count),
-                queries,
-                among_themselves,
-                points,
-                point_count,
-                dimensions,
-                table,
-                starts,
-                frame,
-                shape,
-                limit,
-                bounded,
-                k,
-                squared,
-                distances,
-                indices,
-            )
+@loop
+def knn_loop(count, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, found):
+    """Answer all queries. `slots` is a tuple as long as the list: its type, not what it holds, picks the compiled form.
 
-    return knn_loop
+    cloud: points, their number, dimensions. grid: table, starts, frame, shape. found: distances, indices.
+    """
+    for stretch in prange((count + STRETCH - 1) // STRETCH):
+        first, last = stretch * STRETCH, min((stretch + 1) * STRETCH, count)
+        knn_stretch(first, last, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, found)

@@ -1,42 +1,52 @@
 """The grid over a cloud, on either target: its workspace, its launches in order, its queries.
 
-A `Grid` is built once from flat packed points and asked as often as wanted. `HostGrid` runs the loops, `DeviceGrid` the
-kernels; both hold the same arrays and give the same bits.
+`HostGrid` runs the loops, `DeviceGrid` the kernels; both hold the same arrays and give the same bits. A grid is made for
+the shape of a cloud and can be built again and again over other points of that shape, in the memory it has.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import lru_cache
+from threading import Lock, RLock
 
 import numba
 import numpy as np
 
-from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS_A_POINT, SHAPE_LENGTH
-from numbaknn.kernels import binning as binning_kernels
+from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
+from numbaknn.kernels import binning as stages
 from numbaknn.kernels.neighbors import knn_kernel
-from numbaknn.launch import launch
+from numbaknn.launch import Graph, Launch
 from numbaknn.loops import binning as binning_loops
 from numbaknn.loops.neighbors import knn_loop
 from numbaknn.topk import capacity
 
 # Blocks of 256: what the binning kernels do is a few loads and a store a thread, and this many threads of 32 registers
-# fill a multiprocessor eight times over. The query needs 56 to 128 registers; smaller blocks leave less idle at the end.
+# fill a multiprocessor eight times over. The query needs 72 to 152 registers; smaller blocks leave less idle at the end.
 BINNING_THREADS = 256
 QUERY_THREADS = 128
-# One block does the scan of the tiles and the frame: as many threads as a block can have.
+# One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have.
 ONE_BLOCK = 1024
 # Blocks of the bounding box and of clearing: two for every multiprocessor of the largest GPU, few enough that their
 # atomics don't queue.
 MOST_BLOCKS = 264
 
+# Clouds that are built in one block, and the cells that they get at most: 16-bit counters in 55 KiB of shared memory,
+# which every GPU since compute capability 7.5 has. Beyond, many blocks win although they start nine kernels.
+SMALL_ROWS = 32768
+SMALL_CELLS = 28000
+
 # Points that a core takes at a time, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
 POINTS_A_CHUNK = 4096
 MOST_BUCKETS = 1024
 
+# Grids, with their workspace, that the one-shot calls keep for the next call of the same shape on the same stream.
+MOST_KEPT = 16
+
 
 def most_cells(rows):
     """The largest grid for so many points."""
-    return max(MOST_CELLS_A_POINT * rows, 64)
+    return min(max(MOST_CELLS_A_POINT * rows, 64), MOST_CELLS)
 
 
 @lru_cache(maxsize=256)
@@ -62,24 +72,136 @@ def square_limit(bound, dtype, inclusive=False):
     return integer(low).view(real) if low >= 0 else real(-1)
 
 
-class Grid:
-    """What both targets share: the arrays, and what a query is made of."""
+class HostGrid:
+    """A grid in host memory, built and searched by the CPU loops."""
 
-    def __init__(self, points, rows, dimensions, dtype, cell_size, library):
+    def __init__(self, rows, dimensions, dtype, cell_size=0.0):
+        self.rows, self.dimensions, self.dtype, self.cell_size = rows, dimensions, np.dtype(dtype), cell_size
+        self.frame = np.empty(FRAME_LENGTH, dtype)
+        self.shape = np.empty(SHAPE_LENGTH, np.int32)
+        self.table = np.empty(4 * rows, dtype)
+        self._starts = np.empty(0, np.int32)
+
+    def build(self, points):
+        """Lay the grid over flat points. They are read again by queries: they must stay as they are."""
         self.points = points
-        self.rows = rows
-        self.dimensions = dimensions
-        self.dtype = np.dtype(dtype)
-        self.library = library
         info = np.finfo(self.dtype)
-        self.limits = float(info.max), float(info.smallest_normal), float(info.eps)
-        self._allocate()
-        self._build(float(cell_size))
+        limits = float(info.max), float(info.smallest_normal), float(info.eps)
+        chunks = max(1, min(self.rows // POINTS_A_CHUNK, 4 * numba.get_num_threads()))
+        cloud, cells = (points, self.dimensions, self.rows), most_cells(self.rows)
+        binning_loops.measure_points(*cloud, self.cell_size, cells, limits, self.frame, self.shape, chunks)
+        entries = int(np.prod(self.shape.astype(np.int64))) + 1
+        if entries > self._starts.size:
+            self._starts = np.empty(entries, np.int32)
+        self.starts = self._starts[:entries]
+        binning_loops.bin_points(*cloud, self.frame, self.shape, MOST_BUCKETS, self.starts, self.table, chunks)
+        return self
 
-    def query_arguments(self, queries, count, k, bound, squared, distances, indices):
-        """The arguments that knn_kernel and knn_loop share."""
+    def query(self, queries, count, options, distances, indices):
+        """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
         among_themselves = queries is None
-        return (
+        knn_loop(
+            count,
+            self.points if among_themselves else queries,
+            among_themselves,
+            (self.points, self.rows, self.dimensions),
+            (self.table, self.starts, self.frame, self.shape),
+            square_limit(options.bound, self.dtype),
+            options.bound != np.inf,
+            options.k,
+            (0,) * capacity(options.k),
+            options.squared,
+            (distances, indices),
+        )
+
+
+class DeviceGrid:
+    """A grid in device memory, built and searched by kernels on the stream that the caller is on.
+
+    Nothing is read back: no stage waits for another but in the order of the stream. `points` is any flat memory of the
+    right length; `build` takes others.
+    """
+
+    def __init__(self, points, rows, dimensions, dtype, library, cell_size=0.0):
+        self.points, self.rows, self.dimensions, self.dtype = points, rows, dimensions, np.dtype(dtype)
+        self.device_bytes = 0
+        self._library = library
+        info = np.finfo(self.dtype)
+        limits = float(info.max), float(info.smallest_normal), float(info.eps)
+        small = rows <= SMALL_ROWS
+        cells = min(most_cells(rows), SMALL_CELLS) if small else most_cells(rows)
+        self.frame = self._empty(FRAME_LENGTH, self.dtype)
+        self.shape = self._empty(SHAPE_LENGTH, np.int32)
+        self.table = self._empty(4 * rows, self.dtype)
+        self.starts = self._empty(cells + 1, np.int32)
+        make = self._small_stages if small else self._large_stages
+        self.launches = make(cells, (float(cell_size), cells, *limits))
+        for launch in self.launches:
+            launch.reads_points = launch.arguments[0] is points
+        self._queries = {}
+        self.lock = RLock()
+
+    def _empty(self, length, dtype):
+        _, flat = self._library.empty((length,), dtype)
+        self.device_bytes += flat.size * flat.dtype.itemsize
+        return flat
+
+    def _small_stages(self, cells, choice):
+        cloud, grid = (self.points, self.dimensions, self.rows), (self.frame, self.shape)
+        marks = 4 * stages.LATTICES * stages.MARKS_LENGTH
+        shared_bytes = max(6 * self.dtype.itemsize * ONE_BLOCK, marks, 4 * (cells // 2 + 1))
+        arguments = *cloud, *choice, *grid, self.starts, self.table
+        return [Launch(stages.build_kernel, ONE_BLOCK, ONE_BLOCK, *arguments, shared_bytes=shared_bytes)]
+
+    def _large_stages(self, cells, choice):
+        rows, threads = self.rows, BINNING_THREADS
+        tile = threads * stages.CELLS_A_THREAD
+        tiles = cells // tile + 1  # of the cells and the entry behind them
+        sums = self._empty(tiles, np.int32)
+        bounds = self._empty(stages.BOUNDS_LENGTH, np.int64)
+        marks = self._empty(stages.MARKS_LENGTH, np.int32)
+        cell_of_row = self._empty(rows, np.int32)
+        ranks = self._empty(rows, np.int32)
+        cloud, grid, starts = (self.points, self.dimensions, rows), (self.frame, self.shape), self.starts
+        most_items = MOST_BLOCKS * threads
+        entries = min(max(cells + 1, stages.MARKS_LENGTH), most_items)
+        a_count_each, a_box_each = 4 * (threads + 1), 6 * 8 * threads
+        marks_bytes = 4 * stages.LATTICES * stages.MARKS_LENGTH
+        return [
+            Launch(stages.clear_kernel, entries, threads, bounds, marks, starts),
+            Launch(stages.bounds_kernel, min(rows, most_items), threads, *cloud, bounds, shared_bytes=a_box_each),
+            Launch(stages.lattice_kernel, rows, threads, *cloud, bounds, marks),
+            Launch(stages.frame_kernel, ONE_BLOCK, ONE_BLOCK, bounds, marks, *choice, *grid, shared_bytes=marks_bytes),
+            Launch(stages.cells_kernel, rows, threads, *cloud, *grid, starts, cell_of_row, ranks),
+            Launch(
+                stages.scan_tiles_kernel, tiles * threads, threads, starts, self.shape, sums, shared_bytes=a_count_each
+            ),
+            Launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums, tiles, shared_bytes=4 * (ONE_BLOCK + 1)),
+            Launch(stages.add_sums_kernel, cells + 1, threads, starts, self.shape, sums, tile),
+            Launch(stages.scatter_kernel, rows, threads, *cloud, starts, cell_of_row, ranks, self.table),
+        ]
+
+    def point(self, points):
+        """Let the launches of the build read these points: the numbers of those launches that changed."""
+        self.points = points
+        reading = (n for n, launch in enumerate(self.launches) if launch.reads_points)
+        return [number for number in reading if self.launches[number].point(0, points)]
+
+    def build(self, points, stream):
+        """Lay the grid over flat points. They are read again by queries: they must stay as they are."""
+        with self.lock:
+            self.point(points)
+            for launch in self.launches:
+                launch.run(stream)
+        return self
+
+    def query_launch(self, queries, count, options, distances, indices):
+        """The prepared launch of a query."""
+        among_themselves = queries is None
+        return Launch(
+            knn_kernel(capacity(options.k)),
+            count,
+            QUERY_THREADS,
             count,
             self.points if among_themselves else queries,
             among_themselves,
@@ -90,98 +212,103 @@ class Grid:
             self.starts,
             self.frame,
             self.shape,
-            square_limit(bound, self.dtype),
-            bound != np.inf,
-            k,
-            squared,
-            distances,
-            indices,
+            square_limit(options.bound, self.dtype),
+            bool(options.bound != np.inf),
+            options.k,
+            options.squared,
+            distances.borrowed(),
+            indices.borrowed(),
         )
 
-
-class HostGrid(Grid):
-    """A grid in host memory, searched by the CPU loops."""
-
-    def _allocate(self):
-        self.frame = np.empty(FRAME_LENGTH, self.dtype)
-        self.shape = np.empty(SHAPE_LENGTH, np.int32)
-        self.table = np.empty(4 * self.rows, self.dtype)
-
-    def _build(self, cell_size):
-        chunks = max(1, min(self.rows // POINTS_A_CHUNK, 4 * numba.get_num_threads()))
-        cells = most_cells(self.rows)
-        cloud = self.points, self.dimensions, self.rows
-        binning_loops.measure_points(*cloud, cell_size, cells, self.limits, self.frame, self.shape, chunks)
-        self.starts = np.empty(int(np.prod(self.shape.astype(np.int64))) + 1, np.int32)
-        binning_loops.bin_points(*cloud, self.frame, self.shape, MOST_BUCKETS, self.starts, self.table, chunks)
-
-    def query(self, queries, count, k, bound, squared, distances, indices):
+    def query(self, queries, count, options, distances, indices, stream):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
-        knn_loop(capacity(k))(*self.query_arguments(queries, count, k, bound, squared, distances, indices))
+        key = count, queries is None, options.k, options.bound, options.squared, options.index_dtype
+        with self.lock:
+            launch = self._queries.get(key)
+            if launch is None:
+                if len(self._queries) >= MOST_KEPT:
+                    self._queries.clear()
+                launch = self._queries[key] = self.query_launch(queries, count, options, distances, indices)
+            self.point_query(launch, queries, distances, indices)
+            launch.run(stream)
+
+    def point_query(self, launch, queries, distances, indices):
+        """Let a query read and write here. Returns whether anything changed."""
+        changed = launch.point(1, self.points if queries is None else queries)
+        changed |= launch.point(3, self.points)
+        changed |= launch.point(len(launch.arguments) - 2, distances)
+        changed |= launch.point(len(launch.arguments) - 1, indices)
+        return changed
 
 
-class DeviceGrid(Grid):
-    """A grid in device memory, built and searched by kernels on the stream that the caller is on.
+class DevicePlan:
+    """A call with its shapes fixed, its buffers allocated and its launches in one graph.
 
-    Nothing is read back: no stage waits for another but in the order of the stream.
+    `grid`: a built one, or None for a call that builds its own over the first input. Inputs at other addresses are taken
+    by updating the nodes of the graph that read them; their memory need not outlive the call but in the order of the
+    stream.
     """
 
-    def _allocate(self):
-        rows, cells = self.rows, most_cells(self.rows)
-        self.tile = BINNING_THREADS * binning_kernels.CELLS_A_THREAD
-        self.tiles = cells // self.tile + 1  # of the cells and the entry behind them
+    def __init__(self, grid, points, queries, count, options, dtype, library):
+        """points: (flat, rows, dimensions) of a call that builds. queries: flat, None for the points themselves."""
+        self._builds = grid is None
+        if grid is None:
+            flat, rows, dimensions = points
+            grid = DeviceGrid(flat.borrowed(), rows, dimensions, dtype, library)
+        self._grid = grid
+        shape = (count,) if options.k == 1 else (count, options.k)
+        self.distances, self.flat_distances = library.empty(shape, dtype)
+        self.indices, self.flat_indices = library.empty(shape, options.index_dtype)
+        self._asks = queries is not None
+        borrowed = queries.borrowed() if self._asks else None
+        query = grid.query_launch(borrowed, count, options, self.flat_distances, self.flat_indices)
+        self._graph = Graph([*(grid.launches if self._builds else ()), query])
+        self.device_bytes = grid.device_bytes
+        self.launches = len(self._graph.launches)
 
-        def empty(length, dtype):
-            _, flat = self.library.empty((length,), dtype)
-            return flat
+    def run(self, flats, stream):
+        """Replay on flat inputs: the points of a plan that builds, the queries of one that was given some."""
+        grid, graph = self._grid, self._graph
+        with grid.lock:
+            if self._builds:
+                for number in grid.point(flats[0].borrowed()):
+                    graph.update(number)
+            queries = flats[-1] if self._asks else None
+            if grid.point_query(graph.launches[-1], queries, self.flat_distances, self.flat_indices):
+                graph.update(len(graph.launches) - 1)
+            graph.replay(stream)
 
-        self.frame = empty(FRAME_LENGTH, self.dtype)
-        self.shape = empty(SHAPE_LENGTH, np.int32)
-        self.table = empty(4 * rows, self.dtype)
-        self.starts = empty(cells + 1, np.int32)
-        self.sums = empty(self.tiles, np.int32)
-        self.bounds = empty(binning_kernels.BOUNDS_LENGTH, np.int64)
-        self.marks = empty(binning_kernels.MARKS_LENGTH, np.uint8)
-        self.cells = empty(rows, np.int32)
-        self.ranks = empty(rows, np.int32)
 
-    def _build(self, cell_size):
-        rows, threads, stream = self.rows, BINNING_THREADS, self.library.stream()
-        cells = most_cells(rows)
-        cloud = self.points, self.dimensions, rows
-        most_items = MOST_BLOCKS * threads
-        entries = min(max(cells + 1, binning_kernels.MARKS_LENGTH), most_items)
-        stages = binning_kernels
-        launch(stages.clear_kernel, entries, threads, stream, self.bounds, self.marks, self.starts)
-        items = min(rows, most_items)
-        launch(stages.bounds_kernel, items, threads, stream, *cloud, self.bounds, shared_bytes=6 * 8 * threads)
-        launch(stages.lattice_kernel, rows, threads, stream, *cloud, self.bounds, self.marks)
-        limits = cell_size, cells, *self.limits
-        launch(
-            stages.frame_kernel, ONE_BLOCK, ONE_BLOCK, stream, self.bounds, self.marks, *limits, self.frame, self.shape
-        )
-        grid = self.frame, self.shape
-        launch(stages.cells_kernel, rows, threads, stream, *cloud, *grid, self.starts, self.cells, self.ranks)
-        shared_bytes = 4 * (threads + 1)
-        tiles = self.tiles * threads
-        launch(
-            stages.scan_tiles_kernel,
-            tiles,
-            threads,
-            stream,
-            self.starts,
-            self.shape,
-            self.sums,
-            shared_bytes=shared_bytes,
-        )
-        shared_bytes = 4 * (ONE_BLOCK + 1)
-        launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, stream, self.sums, self.tiles, shared_bytes=shared_bytes)
-        launch(stages.add_sums_kernel, cells + 1, threads, stream, self.starts, self.shape, self.sums, self.tile)
-        launch(stages.scatter_kernel, rows, threads, stream, *cloud, self.starts, self.cells, self.ranks, self.table)
-        # only the search goes on from here
-        del self.sums, self.bounds, self.marks, self.cells, self.ranks
+class Kept:
+    """A bounded store of what is costly to make, the least recently used thrown out first."""
 
-    def query(self, queries, count, k, bound, squared, distances, indices):
-        """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
-        arguments = self.query_arguments(queries, count, k, bound, squared, distances, indices)
-        launch(knn_kernel(capacity(k)), count, QUERY_THREADS, self.library.stream(), *arguments)
+    def __init__(self, most):
+        self._most = most
+        self._items = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key, make):
+        with self._lock:
+            item = self._items.get(key)
+            if item is not None:
+                self._items.move_to_end(key)
+                return item
+        item = make()
+        with self._lock:
+            self._items[key] = item
+            while len(self._items) > self._most:
+                self._items.popitem(last=False)
+        return item
+
+
+_grids = Kept(MOST_KEPT)
+
+
+def kept_device_grid(points, rows, dimensions, dtype, library, stream):
+    """A grid with its workspace for a one-shot call: of the same shape, on the same stream, the same one each time.
+
+    A stream runs its work in order, so the next call can't overwrite what an earlier one still needs; another stream
+    gets a grid of its own.
+    """
+    key = rows, dimensions, dtype, library, stream
+    return _grids.get(key, lambda: DeviceGrid(points, rows, dimensions, dtype, library))
