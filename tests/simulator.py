@@ -1,0 +1,162 @@
+"""CUDA kernels interpreted as Python by numba-cuda's simulator, in a process of their own.
+
+The simulator is chosen by an environment variable that is read when numba is imported, so the tests, which run the CPU
+loops, can't simulate anything themselves. They call the functions below through the fixture `simulated`; arrays and
+exceptions are pickled on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import multiprocessing
+import os
+import sys
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+
+import numpy as np
+
+# (module, name, value): blocks so small that three of them meet on a few points. One place, as these names move.
+SMALL = [
+    ("numbaknn.plans.neighbors", "BINNING_THREADS", 4),
+    ("numbaknn.plans.neighbors", "QUERY_THREADS", 4),
+    ("numbaknn.plans.neighbors", "ONE_BLOCK", 8),
+    ("numbaknn.plans.neighbors", "MOST_BLOCKS", 3),
+    ("numbaknn.neighbors", "BINNING_THREADS", 4),
+    ("numbaknn.arrays", "THREADS", 4),
+]
+
+
+@contextlib.contextmanager
+def start():
+    """An executor with one process that simulates."""
+    context = multiprocessing.get_context("spawn")
+    before = os.environ.get("NUMBA_ENABLE_CUDASIM")
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+    try:
+        executor = ProcessPoolExecutor(1, mp_context=context, initializer=_shrink)
+        assert executor.submit(is_simulated).result()  # the process starts with the first call
+    finally:
+        if before is None:
+            del os.environ["NUMBA_ENABLE_CUDASIM"]
+        else:
+            os.environ["NUMBA_ENABLE_CUDASIM"] = before
+    with executor:
+        yield executor
+
+
+def _shrink():
+    import numbaknn  # noqa: F401, before its modules are looked at
+
+    # simulated threads are NumPy scalars, which warn where hardware doesn't
+    warnings.simplefilter("ignore", RuntimeWarning)
+    for module, name, value in SMALL:
+        assert hasattr(sys.modules[module], name), f"{module}.{name} has moved: put its new place into SMALL"
+        setattr(sys.modules[module], name, value)
+
+
+# -- What runs over there ----------------------------------------------------------------------------------------------
+
+
+def is_simulated():
+    from numbaknn.jit import SIMULATED
+
+    return SIMULATED
+
+
+def call(name, *args, **kwargs):
+    """A function of the package on host arrays, target="cuda"."""
+    import numbaknn
+
+    return getattr(numbaknn, name)(*args, target="cuda", **kwargs)
+
+
+def ask_index(points, questions, **build):
+    """One index, many questions (queries, options): the answers."""
+    import numbaknn
+
+    index = numbaknn.GridIndex(points, target="cuda", **build)
+    return [index.query(queries, **options) for queries, options in questions]
+
+
+def _place(array, layout):
+    """A simulated device array with the values of `array`."""
+    from numba import cuda
+
+    if array is None or layout == "host":
+        return array
+    if layout == "c":
+        return cuda.to_device(np.ascontiguousarray(array))
+    if layout == "fortran":
+        return cuda.to_device(np.asfortranarray(array))
+    if layout == "every other row":
+        return cuda.to_device(np.repeat(array, 2, axis=0))[::2]
+    if layout == "columns of a wider one":
+        wide = np.zeros((array.shape[0], array.shape[1] + 3), array.dtype)
+        wide[:, 1:-2] = array
+        return cuda.to_device(wide)[:, 1:-2]
+    raise ValueError(layout)
+
+
+def _returned(array):
+    """(the name of the type, the values)."""
+    return type(array).__name__, array.copy_to_host() if hasattr(array, "copy_to_host") else array
+
+
+def knn_on_device(points, queries, layout="c", **options):
+    import numbaknn
+
+    found = numbaknn.knn(_place(points, layout), _place(queries, layout), **options)
+    return [_returned(array) for array in found]
+
+
+def knn_mixed(points, queries, **options):
+    """Points in host memory, queries on the device."""
+    import numbaknn
+
+    return numbaknn.knn(points, _place(queries, "c"), **options)
+
+
+def index_on_device(points, queries, points_layout="c", queries_layout="c", build=None, **options):
+    import numbaknn
+
+    index = numbaknn.GridIndex(_place(points, points_layout), **(build or {}))
+    return [_returned(array) for array in index.query(_place(queries, queries_layout), **options)]
+
+
+def interpolate_on_device(points, values, queries, layout="c", values_layout="c", **options):
+    import numbaknn
+
+    places = _place(points, layout), _place(values, values_layout), _place(queries, layout)
+    return _returned(numbaknn.interpolate(*places, **options))
+
+
+def index_keeps_its_points(points, queries, **options):
+    """The answer of an index whose device array is overwritten before it is asked."""
+    import numbaknn
+
+    array = _place(points, "c")
+    index = numbaknn.GridIndex(array)
+    array.copy_to_device(np.zeros_like(points))
+    return [_returned(found) for found in index.query(_place(queries, "c"), **options)]
+
+
+def run_case(path, name):
+    """The complaints of a case of shared/cases about the CUDA target."""
+    import numbaknn
+
+    cases = load_cases(path)
+    bench = cases.Host()
+    bench.target = "cuda"
+    return cases.run(numbaknn, next(case for case in cases.CASES if case.name == name), bench)
+
+
+def load_cases(path):
+    """The module at this path, under a name of its own."""
+    name = "shared_cases"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
