@@ -54,7 +54,8 @@ class Library:
     word = "the host"
 
     def flat(self, array, dtype):
-        return np.ascontiguousarray(array, dtype).reshape(-1)
+        flat = np.ascontiguousarray(array, dtype).reshape(-1)
+        return flat if flat.flags.writeable else np.asarray(_Unmarked(flat))
 
     def empty(self, shape, dtype):
         """(array, its flat memory)."""
@@ -76,6 +77,16 @@ class Library:
         if missing.any():
             taken[missing] = np.nan if taken.dtype.kind in "fc" else np.zeros((), taken.dtype)
         return hand_back(self, taken)
+
+
+class _Unmarked:
+    """A read-only array without its mark: for Numba another type, for which every loop would be compiled a second time.
+    Nothing writes to it all the same."""
+
+    def __init__(self, array):
+        self._array = array
+        address, _ = array.__array_interface__["data"]
+        self.__array_interface__ = {**array.__array_interface__, "data": (address, False)}
 
 
 class TorchHost(Library):

@@ -201,12 +201,6 @@ def lattice_cell(x, y, z, low_x, low_y, low_z, scale):
 
 
 @device
-def cells_along(extent, cell):
-    """How many cells of this side an extent takes, as a real (it may be beyond any integer)."""
-    return math.floor(extent / cell) + 1.0
-
-
-@device
 def cell_for_occupancy(occupied, count):
     """The side of a cell, as a part of the longest extent, at which an occupied cell holds about POINTS_A_CELL points.
 
@@ -231,15 +225,18 @@ def cell_for_occupancy(occupied, count):
 
 
 @device
-def fit_cell(cell, extent_x, extent_y, extent_z, most_cells):
-    """The side of a cell, enlarged until the grid has no more than `most_cells`, and no axis more than it may."""
-    longest = max(extent_x, max(extent_y, extent_z))
-    cell = max(cell, longest / (MOST_CELLS_AN_AXIS - 1))
-    cells = cells_along(extent_x, cell) * cells_along(extent_y, cell) * cells_along(extent_z, cell)
-    while cells > most_cells:
-        cell *= max(1.02, (cells / most_cells) ** (1.0 / 3.0))
-        cells = cells_along(extent_x, cell) * cells_along(extent_y, cell) * cells_along(extent_z, cell)
-    return cell
+def lay_cells(frame, shape, cell):
+    """Set the side of a cell and count the cells along each axis; the number of all of them, as a real.
+
+    The count is made by the arithmetic of cell_along, so that the highest point falls into the last cell.
+    """
+    frame[CELL] = cell
+    frame[PER_CELL] = 1.0 / cell
+    cells = 1.0
+    for axis in range(3):
+        shape[axis] = np.int32(product(frame[EXTENT + axis], frame[PER_CELL])) + 1
+        cells *= shape[axis]
+    return cells
 
 
 @device
@@ -260,16 +257,16 @@ def write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, s
             frame[LOW + axis] = 0
         frame[EXTENT + axis] = extent
         longest = max(longest, extent)
-    cell, per_cell = 1.0, 0.0
-    # Without extent, or with one so small that 1 / cell overflows, there is one cell. Its side may be anything.
-    if longest > smallest * MOST_CELLS_AN_AXIS * 4:
-        cell = cell_size if cell_size > 0 else longest * cell_for_occupancy(occupied, count)
-        cell = fit_cell(cell, float(frame[EXTENT]), float(frame[EXTENT + 1]), float(frame[EXTENT + 2]), most_cells)
-        per_cell = 1.0 / cell
-    frame[CELL] = cell
-    frame[PER_CELL] = per_cell
     frame[SLACK] = 8.0 * eps
     frame[LONGEST] = longest
-    for axis in range(3):
-        # by the arithmetic of cell_along, so that the highest point falls into the last cell
-        shape[axis] = int(product(frame[EXTENT + axis], frame[PER_CELL])) + 1
+    # Without extent, or with one so small that 1 / cell overflows, there is one cell. Its side may be anything.
+    if not longest > smallest * MOST_CELLS_AN_AXIS * 4:
+        frame[CELL], frame[PER_CELL] = 1, 0
+        shape[0] = shape[1] = shape[2] = 1
+        return
+    cell = cell_size if cell_size > 0 else longest * cell_for_occupancy(occupied, count)
+    cell = max(cell, longest / (MOST_CELLS_AN_AXIS - 1))
+    cells = lay_cells(frame, shape, cell)
+    while cells > most_cells:
+        cell *= max(1.02, (cells / most_cells) ** (1.0 / 3.0))
+        cells = lay_cells(frame, shape, cell)

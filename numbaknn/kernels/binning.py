@@ -6,8 +6,6 @@ Everything that one stage learns stays on the device for the next; the host neve
 
 from __future__ import annotations
 
-import math
-
 from numba import cuda, int32, int64
 
 from numbaknn.geometry import (
@@ -61,51 +59,68 @@ def clear_kernel(bounds, marks, starts):
         bounds[n] = NOTHING if n < 6 else 0
 
 
-@kernel
-def bounds_kernel(points, dimensions, rows, bounds):
-    """The box around the finite points, and their number.
+# Lanes that reduce a list of one entry a thread: each takes every 32nd entry, which touches every bank once.
+LANES = 32
 
-    Each thread takes every so many-th point, each block meets in shared memory (6 int64 a thread, blocks of a power of
-    two), and the blocks meet by atomics.
+# One int32 for each thread of the largest block, and one more.
+SUMS_LENGTH = 1025
+
+
+@device
+def box_in_block(points, dimensions, rows, first, step, keys):
+    """The box around the finite points first, first + step, ... of every thread of a block.
+
+    `keys`: six int64 a thread of shared memory. The order keys of the highest coordinates end up in keys[0],
+    keys[threads], keys[2 * threads], those of the lowest ones negated behind them, so that all six are maxima. Returns
+    the number of finite points of the thread.
     """
-    shared = cuda.shared.array(0, int64)
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
     high_x = high_y = high_z = low_x = low_y = low_z = NOTHING
     count = 0
-    for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
+    for row in range(first, rows, step):
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
             high_x, low_x = max(high_x, order_key(x)), max(low_x, order_key(-x))
             high_y, low_y = max(high_y, order_key(y)), max(low_y, order_key(-y))
             high_z, low_z = max(high_z, order_key(z)), max(low_z, order_key(-z))
             count += 1
+    keys[thread] = high_x
+    keys[threads + thread] = high_y
+    keys[2 * threads + thread] = high_z
+    keys[3 * threads + thread] = low_x
+    keys[4 * threads + thread] = low_y
+    keys[5 * threads + thread] = low_z
+    cuda.syncthreads()
+    lanes = min(LANES, threads)
+    for n in range(thread, 6 * lanes, threads):
+        mine = n // lanes * threads + n % lanes
+        for other in range(mine + lanes, n // lanes * threads + threads, lanes):
+            keys[mine] = max(keys[mine], keys[other])
+    cuda.syncthreads()
+    for n in range(thread, 6, threads):
+        for other in range(n * threads + 1, n * threads + lanes):
+            keys[n * threads] = max(keys[n * threads], keys[other])
+    cuda.syncthreads()
+    return count
+
+
+@kernel
+def bounds_kernel(points, dimensions, rows, bounds):
+    """The box around the finite points, and their number: each block in shared memory, the blocks by atomics."""
+    keys = cuda.shared.array(0, int64)
+    count = box_in_block(points, dimensions, rows, cuda.grid(1), cuda.gridsize(1), keys)
     if count > 0:
         cuda.atomic.add(bounds, 6, count)
-    shared[thread] = high_x
-    shared[threads + thread] = high_y
-    shared[2 * threads + thread] = high_z
-    shared[3 * threads + thread] = low_x
-    shared[4 * threads + thread] = low_y
-    shared[5 * threads + thread] = low_z
-    cuda.syncthreads()
-    half = threads // 2
-    while half > 0:
-        if thread < half:
-            for n in range(6):
-                mine, other = n * threads + thread, n * threads + thread + half
-                shared[mine] = max(shared[mine], shared[other])
-        cuda.syncthreads()
-        half //= 2
-    for n in range(thread, 6, threads):
-        cuda.atomic.max(bounds, n, shared[n * threads])
+    for n in range(cuda.threadIdx.x, 6, cuda.blockDim.x):
+        cuda.atomic.max(bounds, n, keys[n * cuda.blockDim.x])
 
 
 @device
-def longest_extent(bounds):
-    """The longest side of the box, in double precision."""
+def longest_extent(keys, step):
+    """The longest side of a box of which every step-th entry is a key, in double precision."""
     longest = 0.0
     for axis in range(3):
-        longest = max(longest, real_of_key(bounds[axis]) + real_of_key(bounds[axis + 3]))
+        longest = max(longest, real_of_key(keys[axis * step]) + real_of_key(keys[(axis + 3) * step]))
     return longest
 
 
@@ -116,7 +131,7 @@ def lattice_kernel(points, dimensions, rows, bounds, marks):
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            scale = as_type_of(lattice_scale(longest_extent(bounds)), x)
+            scale = as_type_of(lattice_scale(longest_extent(bounds, 1)), x)
             low_x = as_type_of(-real_of_key(bounds[3]), x)
             low_y = as_type_of(-real_of_key(bounds[4]), x)
             low_z = as_type_of(-real_of_key(bounds[5]), x)
@@ -125,10 +140,6 @@ def lattice_kernel(points, dimensions, rows, bounds, marks):
             # most cells are marked already: a look costs less than an atomic
             if not marks[cell // FINEST_LATTICE] & mark:
                 cuda.atomic.or_(marks, cell // FINEST_LATTICE, mark)
-
-
-# Lanes that reduce a list of one entry a thread: each takes every 32nd entry, which touches every bank once.
-LANES = 32
 
 
 @device
@@ -290,26 +301,9 @@ def scatter_kernel(points, dimensions, rows, starts, cells, ranks, table):
 
 
 @device
-def extremes_of_block(values, lists):
-    """Reduce `lists` lists of one real a thread to their maxima, which end up in values[list * threads]."""
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    lanes = min(LANES, threads)
-    cuda.syncthreads()
-    for n in range(thread, lists * lanes, threads):
-        first = n // lanes * threads + n % lanes
-        for other in range(first + lanes, n // lanes * threads + threads, lanes):
-            values[first] = max(values[first], values[other])
-    cuda.syncthreads()
-    for n in range(thread, lists, threads):
-        for other in range(n * threads + 1, n * threads + lanes):
-            values[n * threads] = max(values[n * threads], values[other])
-    cuda.syncthreads()
-
-
-@device
 def sum_before_in_block(value):
     """The sum of `value` over the threads of the block before this one. Blocks of at most 1,024 threads."""
-    partial = cuda.shared.array(LANES * LANES + 1, int32)
+    partial = cuda.shared.array(SUMS_LENGTH, int32)
     before, _ = sum_before(value, partial)
     return before
 
@@ -331,40 +325,29 @@ def build_kernel(
 ):
     """The whole build of a cloud of fewer than 65,536 points, in one block.
 
-    Shared memory: the largest of six reals a thread, of LATTICES lists of marks, and of a 16-bit counter for each of
+    Shared memory: the largest of six int64 a thread, of LATTICES lists of marks, and of a 16-bit counter for each of
     `most_cells` cells and one more, two to a word.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    reals = cuda.shared.array(0, points.dtype)
+    keys = cuda.shared.array(0, int64)
     words = cuda.shared.array(0, int32)
     occupied = cuda.shared.array(LATTICES, int64)
 
-    # The box, as the maxima of the coordinates and of their negatives.
-    nothing = as_type_of(-math.inf, frame[0])
-    high_x = high_y = high_z = low_x = low_y = low_z = nothing
-    for row in range(thread, rows, threads):
-        x, y, z = read_point(points, row, dimensions)
-        if is_finite(x, y, z):
-            high_x, high_y, high_z = max(high_x, x), max(high_y, y), max(high_z, z)
-            low_x, low_y, low_z = max(low_x, -x), max(low_y, -y), max(low_z, -z)
-    reals[thread] = high_x
-    reals[threads + thread] = high_y
-    reals[2 * threads + thread] = high_z
-    reals[3 * threads + thread] = low_x
-    reals[4 * threads + thread] = low_y
-    reals[5 * threads + thread] = low_z
-    extremes_of_block(reals, 6)
-    high_x, high_y, high_z = reals[0], reals[threads], reals[2 * threads]
-    low_x, low_y, low_z = -reals[3 * threads], -reals[4 * threads], -reals[5 * threads]
-    some = high_x >= low_x
-    longest = max(float(high_x) - float(low_x), max(float(high_y) - float(low_y), float(high_z) - float(low_z)))
+    box_in_block(points, dimensions, rows, thread, threads, keys)
+    some = keys[0] > NOTHING
+    scale = as_type_of(lattice_scale(longest_extent(keys, threads)), frame[0])
+    high_x = as_type_of(real_of_key(keys[0]), scale)
+    high_y = as_type_of(real_of_key(keys[threads]), scale)
+    high_z = as_type_of(real_of_key(keys[2 * threads]), scale)
+    low_x = as_type_of(-real_of_key(keys[3 * threads]), scale)
+    low_y = as_type_of(-real_of_key(keys[4 * threads]), scale)
+    low_z = as_type_of(-real_of_key(keys[5 * threads]), scale)
     cuda.syncthreads()
 
     # Which cells of the finest lattice are occupied: a bit each, a word for each row along x.
     for row in range(thread, MARKS_LENGTH, threads):
         words[row] = 0
     cuda.syncthreads()
-    scale = as_type_of(lattice_scale(longest), high_x)
     for row in range(thread, rows, threads):
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):

@@ -149,7 +149,7 @@ class DeviceGrid:
     def _small_stages(self, cells, choice):
         cloud, grid = (self.points, self.dimensions, self.rows), (self.frame, self.shape)
         marks = 4 * stages.LATTICES * stages.MARKS_LENGTH
-        shared_bytes = max(6 * self.dtype.itemsize * ONE_BLOCK, marks, 4 * (cells // 2 + 1))
+        shared_bytes = max(6 * 8 * ONE_BLOCK, marks, 4 * (cells // 2 + 1))
         arguments = *cloud, *choice, *grid, self.starts, self.table
         return [Launch(stages.build_kernel, ONE_BLOCK, ONE_BLOCK, *arguments, shared_bytes=shared_bytes)]
 
