@@ -1,0 +1,1 @@
+"""The asv suites: neighbors (beside other libraries), launch (plans, pipelines, workspace), imports."""
