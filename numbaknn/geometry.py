@@ -61,9 +61,10 @@ def read_point(coordinates, row, dimensions):
     A missing axis reads as zero: adding the square of zero changes no distance.
     """
     first = row * dimensions
-    x = coordinates[first]
-    y = coordinates[first + 1] if dimensions > 1 else as_type_of(0, x)
-    z = coordinates[first + 2] if dimensions > 2 else as_type_of(0, x)
+    # an unsigned index isn't looked at for counting from the end
+    x = coordinates[np.uintp(first)]
+    y = coordinates[np.uintp(first + 1)] if dimensions > 1 else as_type_of(0, x)
+    z = coordinates[np.uintp(first + 2)] if dimensions > 2 else as_type_of(0, x)
     return x, y, z
 
 
@@ -97,19 +98,26 @@ def vertex_along(offset, per_cell, count):
 
 
 @device
-def row_of(cell_y, cell_z, shape):
+def row_of(cell_y, cell_z, count_x, count_y):
     """The number of the first cell of a row along x. Cells are numbered in 32 bits, which saves registers on a GPU."""
-    return np.int32((cell_z * shape[1] + cell_y) * shape[0])
+    return np.int32((cell_z * count_y + cell_y) * count_x)
 
 
 @device
-def cell_of(x, y, z, frame, shape):
-    """The number of the cell of a point."""
-    per_cell = frame[PER_CELL]
-    cell_x = cell_along(x - frame[LOW], per_cell, shape[0])
-    cell_y = cell_along(y - frame[LOW + 1], per_cell, shape[1])
-    cell_z = cell_along(z - frame[LOW + 2], per_cell, shape[2])
-    return row_of(cell_y, cell_z, shape) + cell_x
+def read_grid(frame, shape):
+    """What `cell_of` needs of a grid: read once, ahead of a loop whose stores might, for all the compiler knows, change
+    it."""
+    return frame[LOW], frame[LOW + 1], frame[LOW + 2], frame[PER_CELL], shape[0], shape[1], shape[2]
+
+
+@device
+def cell_of(x, y, z, grid):
+    """The number of the cell of a point; `grid` is what read_grid read."""
+    low_x, low_y, low_z, per_cell, count_x, count_y, count_z = grid
+    cell_x = cell_along(x - low_x, per_cell, count_x)
+    cell_y = cell_along(y - low_y, per_cell, count_y)
+    cell_z = cell_along(z - low_z, per_cell, count_z)
+    return np.int32(row_of(cell_y, cell_z, count_x, count_y) + cell_x)
 
 
 # -- How near a cell can be ------------------------------------------------------------------------------------------

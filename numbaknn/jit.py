@@ -4,11 +4,11 @@ Three kinds of function make up the library:
 
 ``@device``
     what one thread does for one item: plain Python without ``cuda.*``, inlined where it is called, the same text in the
-    CPU loops and in the CUDA kernels.
+    CPU loops and in the CUDA kernels. ``@seldom`` is its form for what few items reach.
 ``@kernel``
     a CUDA kernel: many threads, written with ``cuda.grid``, shared memory and atomics.
 ``@loop``
-    the CPU twin of a kernel: the same ``@device`` functions under ``prange``.
+    the CPU twin of a kernel: the same ``@device`` functions under ``prange``; ``@part_of_loop`` is a serial stretch of it.
 
 and one kind of instruction:
 
@@ -48,6 +48,20 @@ if not SIMULATED and not hasattr(np, "row_stack"):
 _BORROWING = {"_nrt": False, "no_cpython_wrapper": True, "nogil": True}
 
 
+# Only what is written as prange runs in parallel. Numba would make a parallel region of every array expression too, and
+# on a busy machine each region waits for a thread to be scheduled.
+_PRANGE_ALONE = {
+    "prange": True,
+    "comprehension": False,
+    "reduction": False,
+    "inplace_binop": False,
+    "setitem": False,
+    "numpy": False,
+    "stencil": False,
+    "fusion": False,
+}
+
+
 def device(function):
     """A function of one item, inlined into the kernels and loops that call it."""
     return numba.njit(forceinline=True, error_model="numpy", **_BORROWING)(function)
@@ -62,7 +76,7 @@ def seldom(function):
 
 def loop(function):
     """A CPU loop: compiled at its first call, kept on disk for the next process, free of the GIL, ``prange`` allowed."""
-    compiled = numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")(function)
+    compiled = numba.njit(parallel=_PRANGE_ALONE, nogil=True, cache=True, error_model="numpy")(function)
     return _stamped(compiled)
 
 

@@ -82,43 +82,43 @@ def bits_of(typing, real):
     return integer(real), lower
 
 
-def _python_order_key(real):
-    bits = int(np.float64(real).view(np.int64))
-    return np.int64(bits if bits >= 0 else bits ^ 0x7FFFFFFFFFFFFFFF)
+def _flipped(bits, width):
+    """Bits of a real as an integer that orders as the reals do, and back: of negative ones all but the sign flips."""
+    return bits if bits >= 0 else bits ^ (2 ** (width - 1) - 1)
 
 
-@instruction(_python_order_key)
+def _lowered_flip(builder, bits):
+    flipped = builder.xor(bits, ir.Constant(bits.type, 2 ** (bits.type.width - 1) - 1))
+    return builder.select(builder.icmp_signed("<", bits, ir.Constant(bits.type, 0)), flipped, bits)
+
+
+@instruction(lambda real: np.int64(_flipped(int(real.view(f"i{real.itemsize}")), 8 * real.itemsize)))
 def order_key(typing, real):
-    """An int64 that orders as the reals do (-0.0 below 0.0): what atomics can take the maximum of.
-
-    The bits of a double order as the numbers do as long as they are positive; of negative ones all but the sign flip.
-    """
+    """An int64 that orders as the reals do (-0.0 below 0.0): what integer atomics can take the maximum of."""
 
     def lower(context, builder, signature, arguments):
-        double = context.cast(builder, arguments[0], real, types.float64)
-        bits = builder.bitcast(double, ir.IntType(64))
-        flipped = builder.xor(bits, ir.Constant(bits.type, 0x7FFFFFFFFFFFFFFF))
-        return builder.select(builder.icmp_signed("<", bits, ir.Constant(bits.type, 0)), flipped, bits)
+        bits = builder.bitcast(arguments[0], context.get_value_type(_integer_as_wide_as(real)))
+        key = _lowered_flip(builder, bits)
+        return key if real == types.float64 else builder.sext(key, ir.IntType(64))
 
     return types.int64(real), lower
 
 
-def _python_real_of_key(key):
-    bits = int(key)
-    return np.int64(bits if bits >= 0 else bits ^ 0x7FFFFFFFFFFFFFFF).view(np.float64)
+def _python_real_of_key(key, example):
+    integer = np.dtype(f"i{example.itemsize}").type
+    return integer(_flipped(int(key), 8 * example.itemsize)).view(example.dtype)
 
 
 @instruction(_python_real_of_key)
-def real_of_key(typing, key):
-    """The double whose order_key is `key`."""
+def real_of_key(typing, key, example):
+    """The real, of the type of `example`, whose order_key is `key`."""
+    integer = _integer_as_wide_as(example)
 
     def lower(context, builder, signature, arguments):
-        (key,) = arguments
-        flipped = builder.xor(key, ir.Constant(key.type, 0x7FFFFFFFFFFFFFFF))
-        bits = builder.select(builder.icmp_signed("<", key, ir.Constant(key.type, 0)), flipped, key)
-        return builder.bitcast(bits, ir.DoubleType())
+        bits = context.cast(builder, arguments[0], types.int64, integer)
+        return builder.bitcast(_lowered_flip(builder, bits), context.get_value_type(example))
 
-    return types.float64(types.int64), lower
+    return example(types.int64, example), lower
 
 
 @instruction(lambda real: type(real)(math.sqrt(real)))

@@ -26,8 +26,9 @@ from numbaknn.jit import SIMULATED
 if not SIMULATED:
     from cuda.bindings import driver
 
-# The dynamic shared memory that a kernel may use without asking the driver first.
-SHARED_BYTES_FOR_THE_ASKING = 48 * 1024
+# The dynamic shared memory that a kernel may use without asking the driver first. The limit of 48 KiB includes what the
+# kernel declares with a fixed size.
+SHARED_BYTES_FOR_THE_ASKING = 32 * 1024
 
 # Where the address stands among the seven words of an array argument.
 WORDS_AN_ARRAY, ADDRESS_WORD = 7, 4

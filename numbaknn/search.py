@@ -1,4 +1,4 @@
-"""What one query does: look at its own cell, then ring by ring, until nothing nearer can be left.
+"""What one query does: look at the cells around it, then at those that can still hold something nearer.
 
 The same text for a CUDA thread and for the CPU loops.
 """
@@ -130,7 +130,7 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
                 gap_yy = product(gap_y, gap_y)
                 if total(total(all_xx, gap_yy), gap_zz) > squares[-1]:
                     continue
-                row = row_of(row_y, row_z, shape)
+                row = row_of(row_y, row_z, count_x, count_y)
                 # Of a row that runs through the block already seen only the two ends are new.
                 seen = seen_z and vertex_y - done <= row_y and row_y < vertex_y + done
                 for part in range(2 if seen else 1):
@@ -148,7 +148,15 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
                         last = np.int32(last - 1)
                     if first <= last:
                         squares, indices = scan(
-                            x, y, z, itself, starts[row + first], starts[row + last + 1], table, squares, indices
+                            x,
+                            y,
+                            z,
+                            itself,
+                            starts[np.uintp(row + first)],
+                            starts[np.uintp(row + last + 1)],
+                            table,
+                            squares,
+                            indices,
                         )
     return squares, indices
 
@@ -175,10 +183,9 @@ def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indic
     first_z, last_z = np.int32(max(vertex_z - 1, 0)), np.int32(min(vertex_z, count_z - 1))
     for row_z in range(first_z, np.int32(last_z + 1)):
         for row_y in range(first_y, np.int32(last_y + 1)):
-            row = row_of(row_y, row_z, shape)
-            squares, indices = scan(
-                x, y, z, itself, starts[row + first_x], starts[row + last_x + 1], table, squares, indices
-            )
+            row = row_of(row_y, row_z, count_x, count_y)
+            first, last = starts[np.uintp(row + first_x)], starts[np.uintp(row + last_x + 1)]
+            squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)
 
     # Equal is not enough to stop: a point just outside could have the lower index.
     reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)

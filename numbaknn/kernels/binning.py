@@ -6,6 +6,9 @@ Everything that one stage learns stays on the device for the next; the host neve
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 from numba import cuda, int32, int64
 
 from numbaknn.geometry import (
@@ -17,6 +20,7 @@ from numbaknn.geometry import (
     is_finite,
     lattice_cell,
     lattice_scale,
+    read_grid,
     read_point,
     write_frame,
 )
@@ -59,6 +63,9 @@ def clear_kernel(bounds, marks, starts):
         bounds[n] = NOTHING if n < 6 else 0
 
 
+# The bits that a row of marks uses when it has been halved once, twice, ...
+KEPT_BITS = (0x55555555, 0x11111111, 0x01010101, 0x00010001, 0x00000001)
+
 # Lanes that reduce a list of one entry a thread: each takes every 32nd entry, which touches every bank once.
 LANES = 32
 
@@ -75,31 +82,37 @@ def box_in_block(points, dimensions, rows, first, step, keys):
     the number of finite points of the thread.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    high_x = high_y = high_z = low_x = low_y = low_z = NOTHING
+    infinity = as_type_of(math.inf, points[0])
+    high_x = high_y = high_z = -infinity
+    low_x = low_y = low_z = infinity
     count = 0
     for row in range(first, rows, step):
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            high_x, low_x = max(high_x, order_key(x)), max(low_x, order_key(-x))
-            high_y, low_y = max(high_y, order_key(y)), max(low_y, order_key(-y))
-            high_z, low_z = max(high_z, order_key(z)), max(low_z, order_key(-z))
+            high_x, low_x = max(high_x, x), min(low_x, x)
+            high_y, low_y = max(high_y, y), min(low_y, y)
+            high_z, low_z = max(high_z, z), min(low_z, z)
             count += 1
-    keys[thread] = high_x
-    keys[threads + thread] = high_y
-    keys[2 * threads + thread] = high_z
-    keys[3 * threads + thread] = low_x
-    keys[4 * threads + thread] = low_y
-    keys[5 * threads + thread] = low_z
+    keys[thread] = order_key(high_x)
+    keys[threads + thread] = order_key(high_y)
+    keys[2 * threads + thread] = order_key(high_z)
+    keys[3 * threads + thread] = order_key(-low_x)
+    keys[4 * threads + thread] = order_key(-low_y)
+    keys[5 * threads + thread] = order_key(-low_z)
     cuda.syncthreads()
     lanes = min(LANES, threads)
     for n in range(thread, 6 * lanes, threads):
-        mine = n // lanes * threads + n % lanes
-        for other in range(mine + lanes, n // lanes * threads + threads, lanes):
-            keys[mine] = max(keys[mine], keys[other])
+        first_key = n // lanes * threads
+        highest = NOTHING
+        for other in range(first_key + n % lanes, first_key + threads, lanes):
+            highest = max(highest, keys[other])
+        keys[first_key + n % lanes] = highest
     cuda.syncthreads()
     for n in range(thread, 6, threads):
-        for other in range(n * threads + 1, n * threads + lanes):
-            keys[n * threads] = max(keys[n * threads], keys[other])
+        highest = NOTHING
+        for other in range(n * threads, n * threads + lanes):
+            highest = max(highest, keys[other])
+        keys[n * threads] = highest
     cuda.syncthreads()
     return count
 
@@ -116,12 +129,24 @@ def bounds_kernel(points, dimensions, rows, bounds):
 
 
 @device
-def longest_extent(keys, step):
-    """The longest side of a box of which every step-th entry is a key, in double precision."""
-    longest = 0.0
-    for axis in range(3):
-        longest = max(longest, real_of_key(keys[axis * step]) + real_of_key(keys[(axis + 3) * step]))
-    return longest
+def box_of_keys(keys, step, example):
+    """(highest x, y, z, lowest x, y, z) of a box of which every step-th entry is a key, in the precision of `example`."""
+    return (
+        real_of_key(keys[0], example),
+        real_of_key(keys[step], example),
+        real_of_key(keys[2 * step], example),
+        -real_of_key(keys[3 * step], example),
+        -real_of_key(keys[4 * step], example),
+        -real_of_key(keys[5 * step], example),
+    )
+
+
+@device
+def lattice_of_box(box):
+    """(lowest x, y, z, cells of the finest lattice per unit of length) for a box."""
+    high_x, high_y, high_z, low_x, low_y, low_z = box
+    longest = max(float(high_x) - float(low_x), max(float(high_y) - float(low_y), float(high_z) - float(low_z)))
+    return low_x, low_y, low_z, as_type_of(lattice_scale(longest), low_x)
 
 
 @kernel
@@ -131,10 +156,7 @@ def lattice_kernel(points, dimensions, rows, bounds, marks):
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            scale = as_type_of(lattice_scale(longest_extent(bounds, 1)), x)
-            low_x = as_type_of(-real_of_key(bounds[3]), x)
-            low_y = as_type_of(-real_of_key(bounds[4]), x)
-            low_z = as_type_of(-real_of_key(bounds[5]), x)
+            low_x, low_y, low_z, scale = lattice_of_box(box_of_keys(bounds, 1, x))
             cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
             mark = int32(1 << (cell % FINEST_LATTICE))
             # most cells are marked already: a look costs less than an atomic
@@ -151,41 +173,36 @@ def count_lattices(words, occupied):
     rows go behind the marks, a list for each lattice.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    side = FINEST_LATTICE
-    step = 1
     for level in range(LATTICES - 1, 0, -1):
-        across = side // step
-        half = across // 2
-        counts = level * side * side
-        for n in range(thread, across * across, threads):
-            word = words[n // across * step * side + n % across * step]
-            words[counts + n] = cuda.popc(int64(word) & 0xFFFFFFFF)
+        spread = np.int32(LATTICES - 1 - level)  # its cells are 2^spread wide
+        first_count = level * MARKS_LENGTH
+        for n in range(thread, 1 << (2 * level), threads):
+            row = ((n >> level) * FINEST_LATTICE + (n & ((1 << level) - 1))) << spread
+            words[first_count + n] = cuda.popc(int64(words[row]) & 0xFFFFFFFF)
         cuda.syncthreads()
-        kept = int32(0)  # the bits that a row of the next lattice uses
-        for bit in range(0, side, 2 * step):
-            kept |= int32(1 << bit)
-        for n in range(thread, half * half, threads):
-            first = n // half * 2 * step * side + n % half * 2 * step
-            merged = words[first] | words[first + step]
-            merged |= words[first + step * side] | words[first + step * side + step]
-            words[first] = (merged | (merged >> step)) & kept
+        step, kept = 1 << spread, KEPT_BITS[spread]
+        for n in range(thread, 1 << (2 * level - 2), threads):
+            half = level - 1
+            row = ((n >> half) * FINEST_LATTICE + (n & ((1 << half) - 1))) << (spread + 1)
+            merged = words[row] | words[row + step]
+            merged |= words[row + step * FINEST_LATTICE] | words[row + step * FINEST_LATTICE + step]
+            words[row] = (merged | (merged >> step)) & kept
         cuda.syncthreads()
-        step *= 2
     lanes = min(LANES, threads)
     for n in range(thread, (LATTICES - 1) * lanes, threads):
         level, lane = 1 + n // lanes, n % lanes
         counted = 0
         for row in range(lane, 1 << (2 * level), lanes):
-            counted += words[level * side * side + row]
-        words[level * side * side + lane] = counted
+            counted += words[level * MARKS_LENGTH + row]
+        words[level * MARKS_LENGTH + lane] = counted
     cuda.syncthreads()
-    if thread == 0:
-        occupied[0] = 1
-        for level in range(1, LATTICES):
-            counted = 0
-            for lane in range(min(lanes, 1 << (2 * level))):
-                counted += words[level * side * side + lane]
-            occupied[level] = counted
+    for level in range(thread, LATTICES, threads):
+        counted = 1 if level == 0 else 0
+        if level > 0:
+            for lane in range(lanes):
+                counted += words[level * MARKS_LENGTH + lane]
+        occupied[level] = counted
+    cuda.syncthreads()
 
 
 @kernel
@@ -199,9 +216,8 @@ def frame_kernel(bounds, marks, cell_size, most_cells, largest, smallest, eps, f
     cuda.syncthreads()
     count_lattices(words, occupied)
     if thread == 0:
-        for axis in range(3):
-            frame[LOW + axis] = -real_of_key(bounds[3 + axis])
-            frame[EXTENT + axis] = real_of_key(bounds[axis])
+        box = box_of_keys(bounds, 1, frame[0])
+        frame[EXTENT], frame[EXTENT + 1], frame[EXTENT + 2], frame[LOW], frame[LOW + 1], frame[LOW + 2] = box
         write_frame(frame, shape, bounds[6], occupied, cell_size, most_cells, largest, smallest, eps)
 
 
@@ -212,7 +228,7 @@ def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks):
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            cell = cell_of(x, y, z, frame, shape)
+            cell = cell_of(x, y, z, read_grid(frame, shape))
             cells[row] = cell
             ranks[row] = cuda.atomic.add(starts, cell, 1)
         else:
@@ -329,22 +345,16 @@ def build_kernel(
     `most_cells` cells and one more, two to a word.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    rows, dimensions = np.int32(rows), np.int32(dimensions)
     keys = cuda.shared.array(0, int64)
     words = cuda.shared.array(0, int32)
     occupied = cuda.shared.array(LATTICES, int64)
 
     box_in_block(points, dimensions, rows, thread, threads, keys)
-    some = keys[0] > NOTHING
-    scale = as_type_of(lattice_scale(longest_extent(keys, threads)), frame[0])
-    high_x = as_type_of(real_of_key(keys[0]), scale)
-    high_y = as_type_of(real_of_key(keys[threads]), scale)
-    high_z = as_type_of(real_of_key(keys[2 * threads]), scale)
-    low_x = as_type_of(-real_of_key(keys[3 * threads]), scale)
-    low_y = as_type_of(-real_of_key(keys[4 * threads]), scale)
-    low_z = as_type_of(-real_of_key(keys[5 * threads]), scale)
+    box = box_of_keys(keys, threads, frame[0])
+    low_x, low_y, low_z, scale = lattice_of_box(box)
     cuda.syncthreads()
 
-    # Which cells of the finest lattice are occupied: a bit each, a word for each row along x.
     for row in range(thread, MARKS_LENGTH, threads):
         words[row] = 0
     cuda.syncthreads()
@@ -352,53 +362,54 @@ def build_kernel(
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
             cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
-            cuda.atomic.or_(words, cell // FINEST_LATTICE, int32(1 << (cell % FINEST_LATTICE)))
+            cuda.atomic.or_(words, np.uintp(cell // FINEST_LATTICE), int32(1 << (cell % FINEST_LATTICE)))
     cuda.syncthreads()
     count_lattices(words, occupied)
     if thread == 0:
-        frame[LOW], frame[LOW + 1], frame[LOW + 2] = low_x, low_y, low_z
-        frame[EXTENT], frame[EXTENT + 1], frame[EXTENT + 2] = high_x, high_y, high_z
-        count = rows if some else 0  # near enough: it only serves to choose the cells
+        frame[EXTENT], frame[EXTENT + 1], frame[EXTENT + 2], frame[LOW], frame[LOW + 1], frame[LOW + 2] = box
+        count = rows if box[0] >= low_x else 0  # near enough: it only serves to choose the cells
         write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps)
     cuda.syncthreads()
 
     # Count the points of each cell, in the half of a word.
-    cells = int(shape[0]) * int(shape[1]) * int(shape[2])
-    pairs = cells // 2 + 1
+    grid = read_grid(frame, shape)
+    cells = np.int32(shape[0] * shape[1] * shape[2])
+    pairs = np.int32(cells // 2 + 1)
     for pair in range(thread, pairs, threads):
-        words[pair] = 0
+        words[np.uintp(pair)] = 0
     cuda.syncthreads()
     for row in range(thread, rows, threads):
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            cell = cell_of(x, y, z, frame, shape)
-            cuda.atomic.add(words, cell >> 1, int32(1 << (16 * (cell & 1))))
+            cell = cell_of(x, y, z, grid)
+            cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << (16 * (cell & 1))))
     cuda.syncthreads()
 
-    # Sums of the counts before: each thread adds up a stretch of words (an odd number, so that the threads of a warp meet
-    # different banks), the block the stretches.
-    stretch = (pairs + threads - 1) // threads | 1
-    first = min(thread * stretch, pairs)
-    last = min(first + stretch, pairs)
-    mine = 0
+    # Sums of the counts before: each thread adds up a stretch of words (an odd number, so that the threads of a warp
+    # meet different banks), the block the stretches.
+    stretch = np.int32((pairs + threads - 1) // threads | 1)
+    first = np.int32(min(thread * stretch, pairs))
+    last = np.int32(min(first + stretch, pairs))
+    mine = np.int32(0)
     for pair in range(first, last):
-        mine += (words[pair] & 0xFFFF) + (words[pair] >> 16 & 0xFFFF)
+        both = words[np.uintp(pair)]
+        mine += np.int32((both & 0xFFFF) + (both >> 16 & 0xFFFF))
     before = sum_before_in_block(mine)
     for pair in range(first, last):
-        low_count = words[pair] & 0xFFFF
-        high_count = words[pair] >> 16 & 0xFFFF
-        words[pair] = int32(before | (before + low_count) << 16)
-        before += low_count + high_count
+        both = words[np.uintp(pair)]
+        middle = np.int32(before + (both & 0xFFFF))
+        words[np.uintp(pair)] = int32(before | middle << 16)
+        before = np.int32(middle + (both >> 16 & 0xFFFF))
     cuda.syncthreads()
-    for cell in range(thread, cells + 1, threads):
-        starts[cell] = words[cell >> 1] >> (16 * (cell & 1)) & 0xFFFF
+    for cell in range(thread, np.int32(cells + 1), threads):
+        starts[np.uintp(cell)] = words[np.uintp(cell >> 1)] >> (16 * (cell & 1)) & 0xFFFF
     cuda.syncthreads()
 
     # The sums are the cursors now: every point takes the next slot of its cell.
     for row in range(thread, rows, threads):
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            cell = cell_of(x, y, z, frame, shape)
+            cell = cell_of(x, y, z, grid)
             shift = 16 * (cell & 1)
-            slot = cuda.atomic.add(words, cell >> 1, int32(1 << shift)) >> shift & 0xFFFF
+            slot = cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << shift)) >> shift & 0xFFFF
             store_point(table, slot, x, y, z, as_type_of(row, bits_of(x)))

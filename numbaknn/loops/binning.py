@@ -1,7 +1,8 @@
 """The CPU twin of kernels/binning.py: a grid over the points, and the points packed in the order of its cells.
 
 A stable counting sort in two levels: points into buckets of neighbouring cells, then each bucket by cell. Both levels
-run on all cores, and the second writes within a bucket's memory only, which stays in the cache.
+run on all cores, and the second writes within a bucket's memory only, which stays in the cache. A cloud of one chunk is
+sorted by one core: waking the others would cost more.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from numbaknn.geometry import (
     is_finite,
     lattice_cell,
     lattice_scale,
+    read_grid,
     read_point,
     write_frame,
 )
@@ -78,9 +80,12 @@ def measure_points(points, dimensions, rows, cell_size, most_cells, limits, fram
     lows, highs = np.empty((chunks, 3), points.dtype), np.empty((chunks, 3), points.dtype)
     counts = np.zeros(chunks, np.int64)
     lows[:], highs[:] = np.inf, -np.inf
-    for chunk in prange(chunks):
-        first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
-        counts[chunk] = stretch_bounds(points, dimensions, first, last, lows[chunk], highs[chunk])
+    if chunks == 1:
+        counts[0] = stretch_bounds(points, dimensions, 0, rows, lows[0], highs[0])
+    else:
+        for chunk in prange(chunks):
+            first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+            counts[chunk] = stretch_bounds(points, dimensions, first, last, lows[chunk], highs[chunk])
     count = counts.sum()
     longest = 0.0
     for axis in range(3):
@@ -90,9 +95,12 @@ def measure_points(points, dimensions, rows, cell_size, most_cells, limits, fram
     if count > 0:
         scale = as_type_of(lattice_scale(longest), frame[LOW])
         finest = np.zeros(FINEST_LATTICE * FINEST_LATTICE * FINEST_LATTICE, np.uint8)
-        for chunk in prange(chunks):
-            first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
-            mark_lattice(points, dimensions, first, last, frame, scale, finest)
+        if chunks == 1:
+            mark_lattice(points, dimensions, 0, rows, frame, scale, finest)
+        else:
+            for chunk in prange(chunks):
+                first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+                mark_lattice(points, dimensions, first, last, frame, scale, finest)
         marks, side = finest, FINEST_LATTICE
         for level in range(LATTICES - 1, 0, -1):
             coarser = np.zeros(marks.size // 8, np.uint8)
@@ -104,11 +112,12 @@ def measure_points(points, dimensions, rows, cell_size, most_cells, limits, fram
 @part_of_loop
 def count_buckets(points, dimensions, first, last, frame, shape, cells_a_bucket, cells, counts):
     """The cell of each point of a stretch (-1: not finite), and how many go to each bucket."""
+    grid = read_grid(frame, shape)
     for row in range(first, last):
         x, y, z = read_point(points, row, dimensions)
         cells[row] = -1
         if is_finite(x, y, z):
-            cells[row] = cell_of(x, y, z, frame, shape)
+            cells[row] = cell_of(x, y, z, grid)
             counts[cells[row] // cells_a_bucket] += 1
 
 
@@ -145,10 +154,19 @@ def sort_bucket(points, dimensions, cells, order, first, last, first_cell, last_
 def bin_points(points, dimensions, rows, frame, shape, most_buckets, starts, table, chunks):
     """Fill `starts` (one entry a cell and one more) and `table` (packed points by cell, by index within a cell)."""
     cell_count = int(shape[0]) * int(shape[1]) * int(shape[2])
-    cells_a_bucket = (cell_count + most_buckets - 1) // most_buckets
+    cells_a_bucket = cell_count if chunks == 1 else (cell_count + most_buckets - 1) // most_buckets
     buckets = (cell_count + cells_a_bucket - 1) // cells_a_bucket
     cells, order = np.empty(rows, np.int32), np.empty(rows, np.int32)
     cursors = np.zeros((chunks, buckets), np.int32)
+    if chunks == 1:  # one bucket, one core
+        count_buckets(points, dimensions, 0, rows, frame, shape, cells_a_bucket, cells, cursors[0])
+        count = cursors[0, 0]
+        cursors[0, 0] = 0
+        fill_buckets(0, rows, cells, cells_a_bucket, cursors[0], order)
+        counts = np.zeros(cell_count, np.int32)
+        sort_bucket(points, dimensions, cells, order, 0, count, 0, cell_count, counts, starts, table)
+        starts[cell_count] = count
+        return
     for chunk in prange(chunks):
         first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
         count_buckets(points, dimensions, first, last, frame, shape, cells_a_bucket, cells, cursors[chunk])

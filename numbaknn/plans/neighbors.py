@@ -36,8 +36,8 @@ MOST_BLOCKS = 264
 SMALL_ROWS = 32768
 SMALL_CELLS = 28000
 
-# Points that a core takes at a time, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
-POINTS_A_CHUNK = 4096
+# Points that are worth waking a core for, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
+POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
 
 # Grids, with their workspace, that the one-shot calls keep for the next call of the same shape on the same stream.
