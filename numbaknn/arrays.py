@@ -246,7 +246,7 @@ def adopt(name, array):
         return Adopted(name, array, _cupy_device(cupy, array.data.device_id), array.shape, array.dtype)
     if isinstance(array, (np.ndarray, np.generic)):
         return _adopt_numpy(name, array)
-    if cuda.is_cuda_array(array):
+    if hasattr(array, "__cuda_ndarray__") or hasattr(array, "__cuda_array_interface__"):
         return Adopted(name, array, _numba_device(), tuple(array.shape), np.dtype(array.dtype))
     if hasattr(array, "__dlpack_device__"):
         return _adopt_dlpack(name, array)

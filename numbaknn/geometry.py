@@ -260,7 +260,7 @@ def write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, s
         extent = 0.0
         if count > 0:
             # an extent may overflow although both ends are finite
-            extent = min(float(frame[EXTENT + axis]) - float(frame[LOW + axis]), largest)
+            extent = min(np.float64(frame[EXTENT + axis]) - np.float64(frame[LOW + axis]), largest)
         else:
             frame[LOW + axis] = 0
         frame[EXTENT + axis] = extent

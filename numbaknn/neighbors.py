@@ -482,11 +482,13 @@ class _KnnCall(_Call):
     def _run_on_device(self, queries, distances, indices, stream):
         library = _workspace_library(self._points, self._target)
         values = self._values if self._points.on_device else _uploaded(self._values, stream)
-        values, queries = values.borrowed(), queries.borrowed()
-        grid = kept_device_grid(values, *self._points.shape, self._dtype, library, stream)
+        borrowed = (
+            values.borrowed()
+        )  # the kept grid must not keep the caller's points; `values` does until all is launched
+        grid = kept_device_grid(borrowed, *self._points.shape, self._dtype, library, stream)
         with grid.lock:
-            grid.build(values, stream)
-            grid.query(queries, self._queries.shape[0], self._options, distances, indices, stream)
+            grid.build(borrowed, stream)
+            grid.query(queries.borrowed(), self._queries.shape[0], self._options, distances, indices, stream)
 
 
 class _IndexCall(_Call):

@@ -6,6 +6,8 @@ data, Proc. 23rd ACM National Conference, 1968, pp. 517-524) with power 1, over 
 
 from __future__ import annotations
 
+import numpy as np
+
 from numbaknn.jit import device
 from numbaknn.lanes import product, total
 
@@ -18,9 +20,9 @@ def weight_of(distance, nearest, uniform):
     (or everything overflowed to inf) the others weigh nothing.
     """
     if uniform or distance == nearest:
-        return 1.0
+        return np.float64(1)
     if nearest == 0:
-        return 0.0
+        return np.float64(0)
     return nearest / distance
 
 
@@ -28,12 +30,12 @@ def weight_of(distance, nearest, uniform):
 def weighted_mean(query, k, column, columns, distances, indices, rows, values, uniform):
     """The weighted mean of one column of the neighbours' values, in double precision; NaN without a neighbour."""
     first = query * k
-    nearest = float(distances[first])
-    weights, weighted = 0.0, 0.0
+    nearest = np.float64(distances[first])
+    weights, weighted = np.float64(0), np.float64(0)
     for slot in range(first, first + k):
         if indices[slot] < rows:
-            weight = weight_of(float(distances[slot]), nearest, uniform)
+            weight = weight_of(np.float64(distances[slot]), nearest, uniform)
             if weight > 0:  # 0 * inf would be NaN
                 weights = total(weights, weight)
-                weighted = total(weighted, product(weight, float(values[indices[slot] * columns + column])))
+                weighted = total(weighted, product(weight, np.float64(values[indices[slot] * columns + column])))
     return weighted / weights

@@ -90,7 +90,7 @@ def measure_points(points, dimensions, rows, cell_size, most_cells, limits, fram
     longest = 0.0
     for axis in range(3):
         frame[LOW + axis], frame[EXTENT + axis] = lows[:, axis].min(), highs[:, axis].max()
-        longest = max(longest, float(frame[EXTENT + axis]) - float(frame[LOW + axis]))
+        longest = max(longest, np.float64(frame[EXTENT + axis]) - np.float64(frame[LOW + axis]))
     occupied = np.ones(LATTICES, np.int64)
     if count > 0:
         scale = as_type_of(lattice_scale(longest), frame[LOW])
