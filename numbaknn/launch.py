@@ -185,11 +185,11 @@ def write(flat, host, stream):
 def _handle(kernel, signature, shared_bytes):
     """The driver's handle of a kernel compiled for a signature, on the current device."""
     function = kernel.compile(signature)._codelibrary.get_cufunc()
-    handle = driver.CUfunction(int(function.handle))
+    # a launch would take the context-free kernel as well, a node of a graph takes a function only
+    handle = _checked(driver.cuKernelGetFunction(driver.CUkernel(int(function.handle))))
     if shared_bytes > SHARED_BYTES_FOR_THE_ASKING:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        device = driver.CUdevice(cuda.get_current_device().id)
-        _checked(driver.cuKernelSetAttribute(attribute, shared_bytes, driver.CUkernel(int(handle)), device))
+        _checked(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
     return handle
 
 

@@ -145,10 +145,9 @@ def box_of_keys(keys, step, example):
 def lattice_of_box(box):
     """(lowest x, y, z, cells of the finest lattice per unit of length) for a box."""
     high_x, high_y, high_z, low_x, low_y, low_z = box
-    longest = max(
-        np.float64(high_x) - np.float64(low_x),
-        max(np.float64(high_y) - np.float64(low_y), np.float64(high_z) - np.float64(low_z)),
-    )
+    longest = np.float64(high_x) - np.float64(low_x)
+    longest = max(longest, np.float64(high_y) - np.float64(low_y))
+    longest = max(longest, np.float64(high_z) - np.float64(low_z))
     return low_x, low_y, low_z, as_type_of(lattice_scale(longest), low_x)
 
 
