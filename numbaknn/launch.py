@@ -124,14 +124,13 @@ class Graph:
         self.launches = launches
         if SIMULATED:
             return
-        graph = _checked(driver.cuGraphCreate(0))
+        self._graph = _checked(driver.cuGraphCreate(0))
         self._nodes, before = [], []
         for launch in launches:
-            node = _checked(driver.cuGraphAddKernelNode(graph, before, len(before), _node_parameters(launch)))
+            node = _checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), _node_parameters(launch)))
             self._nodes.append(node)
             before = [node]
-        self._executable = _checked(driver.cuGraphInstantiate(graph, 0))
-        _checked(driver.cuGraphDestroy(graph))
+        self._executable = _checked(driver.cuGraphInstantiate(self._graph, 0))
 
     def update(self, number):
         """Take over the arguments of launch `number` as they are now. Replays under way keep the old ones."""
@@ -152,6 +151,7 @@ class Graph:
     def __del__(self):
         if not SIMULATED and getattr(self, "_executable", None) is not None:
             driver.cuGraphExecDestroy(self._executable)
+            driver.cuGraphDestroy(self._graph)
 
 
 def dispatch(kernel, items, threads, stream, *arguments):

@@ -57,9 +57,7 @@ def smallest_pairs(square, k):
     return rows[keep], ranks[keep], columns[keep]
 
 
-def nearest(
-    points, queries, k=1, *, distance_upper_bound=np.inf, squared=False, index_dtype=np.int64, arithmetic=None
-):
+def nearest(points, queries, k=1, *, distance_upper_bound=np.inf, squared=False, index_dtype=np.int64, arithmetic=None):
     """(distances, indices) as numbaknn.knn returns them; queries=None: as GridIndex.query(None) returns them.
 
     arithmetic: the dtype of the squares, that of the input unless given.

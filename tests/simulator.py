@@ -17,13 +17,16 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
-# (module, name, value): blocks so small that three of them meet on a few points. One place, as these names move.
+# (module, name, value): blocks so small that three of them meet on a few points, and clouds of more than SMALL_ROWS
+# points built by many blocks. One place, as these names move.
+SMALL_ROWS = 16
 SMALL = [
     ("numbaknn.plans.neighbors", "BINNING_THREADS", 4),
     ("numbaknn.plans.neighbors", "QUERY_THREADS", 4),
     ("numbaknn.plans.neighbors", "ONE_BLOCK", 8),
     ("numbaknn.plans.neighbors", "MOST_BLOCKS", 3),
-    ("numbaknn.neighbors", "BINNING_THREADS", 4),
+    ("numbaknn.plans.neighbors", "SMALL_ROWS", SMALL_ROWS),
+    ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
 ]
 
@@ -63,6 +66,11 @@ def is_simulated():
     from numbaknn.jit import SIMULATED
 
     return SIMULATED
+
+
+def set_small_rows(rows):
+    """Clouds of up to so many points are built in one block."""
+    sys.modules["numbaknn.plans.neighbors"].SMALL_ROWS = rows
 
 
 def call(name, *args, **kwargs):

@@ -360,7 +360,9 @@ def test_an_underflown_square_is_zero(dtype):
     points = np.array([[3], [2], [1], [0]], dtype) * dtype(step)
     distances, indices = knn(points, np.zeros((1, 1), dtype), k=3)
     np.testing.assert_array_equal(distances, [[0, 0, 0]])
-    np.testing.assert_array_equal(indices, [[1, 2, 3]] if (step * 3) ** 2 > 0 and dtype(step * 3) ** 2 > 0 else [[0, 1, 2]])
+    np.testing.assert_array_equal(
+        indices, [[1, 2, 3]] if (step * 3) ** 2 > 0 and dtype(step * 3) ** 2 > 0 else [[0, 1, 2]]
+    )
     same((distances, indices), oracle.nearest(points, np.zeros((1, 1), dtype), 3))
 
 

@@ -134,7 +134,9 @@ FINITE[np.float64] = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @SETTINGS
-@given(DTYPES.flatmap(lambda dtype: st.tuples(st.just(dtype), st.lists(FINITE[dtype], min_size=2, max_size=40))), LENGTHS)
+@given(
+    DTYPES.flatmap(lambda dtype: st.tuples(st.just(dtype), st.lists(FINITE[dtype], min_size=2, max_size=40))), LENGTHS
+)
 def test_any_numbers_at_all(drawn, k):
     """Overflow, underflow and cancellation as hypothesis likes them, in two dimensions."""
     dtype, numbers = drawn

@@ -44,7 +44,9 @@ IN_BOTH = ["cube", "lattice", "walls", "some_overflow", "one_dimension", "two_di
 SIMULATED = [(family, F32) for family in clouds.FAMILIES] + [(family, F64) for family in IN_BOTH]
 
 
-@pytest.mark.parametrize("family, dtype", SIMULATED, ids=lambda value: value if isinstance(value, str) else value.__name__)
+@pytest.mark.parametrize(
+    "family, dtype", SIMULATED, ids=lambda value: value if isinstance(value, str) else value.__name__
+)
 def test_families(simulated, family, dtype):
     points, queries = clouds.draw(family, dtype, POINTS, QUERIES)
     bound = float(np.median(oracle.nearest(points, queries, 3)[0][:, -1]))
@@ -64,7 +66,11 @@ def test_the_points_themselves(simulated, dtype):
 def test_sizes(simulated, count, rng):
     """Around the borders of blocks: fewer points than a block, full blocks, more than three of them."""
     points = rng.integers(0, 6, (count, 3)).astype(F32)
-    both(simulated, points, [(points[:3], {"k": 3}), (points[:4], {"k": 3}), (points[:5], {"k": 3}), (points[:0], {"k": 3})])
+    both(
+        simulated,
+        points,
+        [(points[:3], {"k": 3}), (points[:4], {"k": 3}), (points[:5], {"k": 3}), (points[:0], {"k": 3})],
+    )
 
 
 @pytest.mark.parametrize("size", [0.7, 1e-9, 1e9])
@@ -89,7 +95,11 @@ def test_bounds(simulated, dtype):
 
 def test_options(simulated):
     points, queries = clouds.draw("cube", F32, POINTS, QUERIES)
-    both(simulated, points, [(queries, {"k": 3, "index_dtype": "int32"}), (queries.astype(F64), {"k": 3, "squared": True})])
+    both(
+        simulated,
+        points,
+        [(queries, {"k": 3, "index_dtype": "int32"}), (queries.astype(F64), {"k": 3, "squared": True})],
+    )
 
 
 @pytest.mark.parametrize("k", [1, 3])
