@@ -1,0 +1,102 @@
+"""Every CUDA kernel, the types it is compiled for, and what it may cost.
+
+A signature follows from the names of a kernel's arguments: ARRAYS and SCALARS say what a name stands for in all kernels,
+`own` of an entry what it stands for in that kernel alone. `REAL` is float32 in one variant of a kernel and float64 in the
+other; a kernel without it has one variant.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+
+from numba import types
+
+from numbaknn.kernels import binning, copying, interpolation, neighbors
+from numbaknn.topk import CAPACITIES
+
+REAL = "REAL"
+
+ARRAYS = {
+    REAL: "points queries coordinates table frame distances",
+    types.int32: "shape starts cells ranks sums marks",
+    types.int64: "bounds first indices",
+    types.float64: "means",
+}
+SCALARS = {
+    REAL: "limit",
+    types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width",
+    types.float64: "cell_size largest smallest eps",
+    types.boolean: "among_themselves bounded squared uniform",
+}
+
+
+# Other versions of the compiler need a few more or fewer.
+MARGIN = 6
+
+
+@dataclass
+class Entry:
+    """A kernel.
+
+    registers: as measured for sm_90 in float32 and in float64; MARGIN more are let pass. loads, stores: at least so many
+    128-bit loads and stores. fused: whether products and sums of reals may be fused. own: see above.
+    """
+
+    kernel: object
+    registers: tuple
+    loads: int = 0
+    stores: int = 0
+    fused: bool = False
+    own: dict = field(default_factory=dict)
+
+
+def strided(dtype):
+    return types.Array(dtype, 2, "A")
+
+
+KERNELS = {
+    "first_bad_row_kernel": Entry(binning.first_bad_row_kernel, (12, 14)),
+    "clear_kernel": Entry(binning.clear_kernel, (30,)),
+    "bounds_kernel": Entry(binning.bounds_kernel, (40, 48)),
+    "lattice_kernel": Entry(binning.lattice_kernel, (26, 32)),
+    "frame_kernel": Entry(binning.frame_kernel, (38, 38), fused=True),
+    "cells_kernel": Entry(binning.cells_kernel, (20, 26)),
+    "scan_tiles_kernel": Entry(binning.scan_tiles_kernel, (32,)),
+    "scan_sums_kernel": Entry(binning.scan_sums_kernel, (28,)),
+    "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
+    "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
+    # one block of 1,024 threads: 64 registers a thread are all that there are
+    "build_kernel": Entry(binning.build_kernel, (40, 48), stores=1, fused=True),
+    "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
+    "convert_kernel": Entry(copying.convert_kernel, (12,), own={"source": types.float32, "target": types.float64}),
+    "take_rows_kernel": Entry(
+        copying.take_rows_kernel, (20,), own={"source": types.int64, "target": types.int64, "fill": types.int64}
+    ),
+    "interpolate_kernel": Entry(interpolation.interpolate_kernel, (32, 42), own={"values": types.float64}),
+}
+KNN_REGISTERS = {1: (72, 90), 2: (68, 100), 4: (80, 106), 8: (90, 144), 16: (123, 186), 32: (153, 231)}
+KERNELS |= {
+    f"knn_kernel[{capacity}]": Entry(neighbors.knn_kernel(capacity), KNN_REGISTERS[capacity], loads=1)
+    for capacity in CAPACITIES
+}
+
+
+def signature(entry, real):
+    """The types of a kernel's arguments for this type of reals."""
+    named = {}
+    for meaning, names in ARRAYS.items():
+        named |= {name: types.Array(real if meaning == REAL else meaning, 1, "C") for name in names.split()}
+    for meaning, names in SCALARS.items():
+        named |= {name: real if meaning == REAL else meaning for name in names.split()}
+    for name, meaning in entry.own.items():
+        plain = name not in ("fill",) and not isinstance(meaning, types.Array)
+        named[name] = types.Array(meaning, 1, "C") if plain else meaning
+    return tuple(named[name] for name in inspect.signature(entry.kernel.py_func).parameters)
+
+
+def variants():
+    """(identifier, entry, type of reals, number of the variant) of everything that is compiled."""
+    for name, entry in KERNELS.items():
+        for number, real in enumerate((types.float32, types.float64)[: len(entry.registers)]):
+            yield f"{name}-{real}", entry, real, number

@@ -1,0 +1,400 @@
+"""How the package is put together and compiled: imports, caches, instructions and their twins."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numba
+import numpy as np
+import pytest
+from numba import cuda
+
+import numbaknn
+from numbaknn import jit, lanes, topk
+
+PACKAGE = Path(numbaknn.__file__).parent
+
+
+def run_python(code, folder=None, **environment):
+    """What a fresh interpreter prints."""
+    command = [sys.executable, "-c", code]
+    told = {**os.environ, **environment}
+    told.setdefault("PYTHONPATH", str(folder or PACKAGE.parent))
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=told, cwd=folder).stdout.strip()
+
+
+# -- Imports go downwards ------------------------------------------------------------------------------------------------
+
+# From the top to the bottom. "plans.*" stands for all modules of that folder.
+RANKS = [
+    {"__init__"},
+    {"neighbors", "voxels", "rows", "dense", "distributed"},
+    {"planning"},
+    {"plans.*"},
+    {"arrays"},
+    {"launch", "errors"},
+    {"kernels.*", "loops.*"},
+    {"search", "weights"},
+    {"geometry", "topk"},
+    {"lanes"},
+    {"jit"},
+]
+
+# arrays serves the public modules and the plans. What it may use of the kernels:
+KERNELS_OF_ARRAYS = {"kernels.copying"}
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        yield name.removesuffix(".__init__"), path
+
+
+def rank(name):
+    folder = name.partition(".")[0] + ".*"
+    found = [place for place, names in enumerate(RANKS) if name in names or folder in names]
+    assert len(found) == 1, f"give {name} a place in RANKS"
+    return found[0]
+
+
+def imported(path):
+    """The modules of the package that a file imports, anywhere in it."""
+    names = {name for name, _ in modules()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            if node.module == "numbaknn" or (node.module or "").startswith("numbaknn."):
+                module = node.module.removeprefix("numbaknn").removeprefix(".")
+                for alias in node.names:
+                    within = f"{module}.{alias.name}".removeprefix(".")
+                    yield within if within in names else module or "__init__"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "numbaknn":
+                    yield alias.name.removeprefix("numbaknn").removeprefix(".") or "__init__"
+
+
+@pytest.mark.parametrize("name, path", list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_go_downwards(name, path):
+    for other in imported(path):
+        assert rank(other) > rank(name), f"{name} imports {other}"
+        if name == "arrays" and other.startswith("kernels."):
+            assert other in KERNELS_OF_ARRAYS
+
+
+def test_the_import_test_sees_something():
+    assert {"geometry", "lanes", "topk"} <= set(imported(PACKAGE / "search.py"))
+    assert set(imported(PACKAGE / "lanes.py")) == {"jit"}
+
+
+def test_import_is_quick():
+    """The best of three, after one that fills the caches of the interpreter."""
+    run_python("import numbaknn")
+    start, least = time.perf_counter(), math.inf
+    for _ in range(3):
+        start = time.perf_counter()
+        run_python("import numbaknn")
+        least = min(least, time.perf_counter() - start)
+    assert least < 1.5
+
+
+def test_public_names():
+    assert sorted(numbaknn.__all__) == list(numbaknn.__all__)
+    assert all(hasattr(numbaknn, name) for name in numbaknn.__all__)
+    assert all(getattr(numbaknn, name).__doc__ for name in numbaknn.__all__ if name != "__version__")
+
+
+# -- The alias of NumPy that numba-cuda asks for -------------------------------------------------------------------------
+
+
+def test_the_alias_is_taken_back():
+    code = "import numpy; has = lambda: 'row_stack' in vars(numpy); print(has()); import numbaknn; print(has())"
+    before, after = run_python(code).split()
+    assert before == after
+
+
+def test_the_alias_is_needed():
+    """Fails when numba-cuda no longer names np.row_stack: jit.py need not lend it any more."""
+    source = Path(importlib.util.find_spec("numba.cuda.np.arrayobj").origin).read_text()
+    assert "np.row_stack" in source
+
+
+# -- Caches --------------------------------------------------------------------------------------------------------------
+
+
+def dispatchers(folder, kind):
+    for path in sorted((PACKAGE / folder).glob("*.py")):
+        module = importlib.import_module(f"numbaknn.{folder}.{path.stem}".removesuffix(".__init__"))
+        for name, value in vars(module).items():
+            if isinstance(value, kind) and value.py_func.__module__ == module.__name__:
+                yield name, value
+
+
+LOOPS = dict(dispatchers("loops", numba.core.dispatcher.Dispatcher))
+KERNELS = dict(dispatchers("kernels", type(cuda.jit(lambda: None))))
+
+
+def test_there_are_loops_and_kernels():
+    assert {"knn_loop", "measure_points", "bin_points"} <= LOOPS.keys()
+    assert {"scatter_kernel", "pack_kernel"} <= KERNELS.keys()
+
+
+@pytest.mark.parametrize("function", [*LOOPS.values(), *KERNELS.values()], ids=[*LOOPS, *KERNELS])
+def test_caches_bear_the_stamp_of_the_package(function):
+    assert function._cache._cache_file._source_stamp == jit._PACKAGE_STAMP
+
+
+@pytest.mark.parametrize("compiler", [numba.njit(cache=True), cuda.jit(cache=True)], ids=["numba", "numba-cuda"])
+def test_the_private_name_of_the_stamp(compiler):
+    """The name that jit.py sets is one that the cache itself has."""
+    from numbaknn.loops import binning
+
+    function = compiler(binning.first_bad_row.py_func)
+    assert function._cache._cache_file._source_stamp not in (None, jit._PACKAGE_STAMP)
+
+
+@pytest.fixture
+def copied_package(tmp_path):
+    """A copy of the package without its caches, to be edited."""
+    shutil.copytree(PACKAGE, tmp_path / "numbaknn", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def test_the_stamp_follows_every_source(copied_package):
+    spec = importlib.util.spec_from_file_location("copied_jit", copied_package / "numbaknn" / "jit.py")
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    before = copied._stamp()
+    assert before == copied._stamp() == copied._PACKAGE_STAMP
+    path = copied_package / "numbaknn" / "geometry.py"
+    path.write_text(path.read_text() + "\n")
+    changed = copied._stamp()
+    assert changed != before
+    # a change of the same length, with the time put back
+    (copied_package / "numbaknn" / "kernels" / "new.py").write_text("")
+    os.utime(copied_package / "numbaknn" / "kernels" / "new.py", (2e9, 2e9))
+    assert copied._stamp() != changed
+
+
+def test_an_edited_formula_is_compiled_again(copied_package):
+    """first_bad_row stands in one file and inlines is_finite of another."""
+    code = (
+        "import numpy as np; from numbaknn.loops.binning import first_bad_row as f; "
+        "print(f(np.array([0.0, np.nan, 1.0]), 1, 3, 1), sum(f.stats.cache_hits.values()))"
+    )
+    assert run_python(code, copied_package) == "1 0"
+    assert run_python(code, copied_package) == "1 1"
+    path = copied_package / "numbaknn" / "geometry.py"
+    text = path.read_text()
+    formula = "(x - x) + (y - y) + (z - z) == 0"
+    assert formula in text
+    path.write_text(text.replace(formula, "x == 7"))
+    assert run_python(code, copied_package) == "0 0"
+
+
+def test_second_process_compiles_nothing():
+    """All that a call needs comes from the disk the second time, and the disk doesn't fill up."""
+    code = """
+import pathlib
+import numpy as np
+import numbaknn as nk
+from numbaknn.loops import binning, interpolation, neighbors
+points = np.random.default_rng(0).random((50, 3))
+nk.knn(points, points, k=2, target="cpu")
+nk.interpolate(points, points, points, k=2, target="cpu")
+functions = binning.measure_points, binning.bin_points, binning.first_bad_row, interpolation.interpolate_loop
+functions += (neighbors.knn_loop,)
+print(sum(sum(function.stats.cache_misses.values()) for function in functions))
+print(len(list(pathlib.Path(nk.__file__).parent.rglob("*.nbc"))))
+"""
+    run_python(code)
+    misses, files = run_python(code).split()
+    again, files_after = run_python(code).split()
+    assert (misses, again) == ("0", "0")
+    assert files == files_after
+
+
+# -- Instructions and their Python twins ---------------------------------------------------------------------------------
+
+REALS = [np.float32, np.float64]
+INTEGER = {np.float32: np.int32, np.float64: np.int64}
+
+
+def patterns(rng, real, count=3000):
+    """Reals of random bits: every exponent, subnormals, infinities, NaN; and the borders."""
+    info = np.finfo(real)
+    integer = INTEGER[real]
+    some = rng.integers(np.iinfo(integer).min, np.iinfo(integer).max, count, integer, endpoint=True).view(real)
+    borders = np.array([0, 1, 3, info.max, info.tiny, info.smallest_subnormal, np.inf, np.nan, 0.5, 1 / 3], real)
+    return np.concatenate([some, borders, -borders, rng.normal(size=count).astype(real)])
+
+
+def same_bits(have, want):
+    """Equal bit for bit; any NaN is as good as another."""
+    have, want = np.asarray(have), np.asarray(want)
+    assert have.dtype == want.dtype
+    if have.dtype.kind == "f":
+        numbers = ~(np.isnan(have) & np.isnan(want))
+        have, want = have[numbers].view(INTEGER[have.dtype.type]), want[numbers].view(INTEGER[want.dtype.type])
+    np.testing.assert_array_equal(have, want)
+
+
+def compiled_over(operation, arguments):
+    """A compiled function (out, *columns) that fills out with operation(*row)."""
+    names = ", ".join(f"column{n}" for n in range(arguments))
+    row = ", ".join(f"column{n}[row]" for n in range(arguments))
+    text = f"def fill(out, {names}):\n    for row in range(out.size):\n        out[row] = operation({row})\n"
+    scope = {"operation": operation}
+    exec(text, scope)
+    return numba.njit(scope["fill"])
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("operation", [lanes.product, lanes.total], ids=["product", "total"])
+def test_products_and_sums(operation, real, rng):
+    a, b = rng.permutation(patterns(rng, real)), rng.permutation(patterns(rng, real))
+    out = np.empty_like(a)
+    compiled_over(operation, 2)(out, a, b)
+    same_bits(out, [operation.python_twin(x, y) for x, y in zip(a, b)])
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_roots(real, rng):
+    values = np.abs(patterns(rng, real))
+    out = np.empty_like(values)
+    compiled_over(lanes.root, 1)(out, values)
+    same_bits(out, np.array([lanes.root.python_twin(value) for value in values], real))
+    with np.errstate(invalid="ignore"):
+        same_bits(out, np.sqrt(values))
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_bits(real, rng):
+    values = patterns(rng, real)
+    out = np.empty(values.shape, INTEGER[real])
+    compiled_over(lanes.bits_of, 1)(out, values)
+    same_bits(out, [lanes.bits_of.python_twin(value) for value in values])
+    same_bits(out, values.view(INTEGER[real]))
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_order_keys(real, rng):
+    values = patterns(rng, real)
+    values = values[~np.isnan(values)]
+    keys = np.empty(values.shape, np.int64)
+    compiled_over(lanes.order_key, 1)(keys, values)
+    same_bits(keys, [lanes.order_key.python_twin(value) for value in values])
+    order = np.argsort(keys, kind="stable")
+    assert (values[order][1:] >= values[order][:-1]).all()
+    back, example = np.empty_like(values), np.zeros_like(values)
+    compiled_over(lanes.real_of_key, 2)(back, keys, example)
+    same_bits(back, values)
+    same_bits(back, [lanes.real_of_key.python_twin(key, real(0)) for key in keys])
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("source", [np.int32, np.int64, np.float32, np.float64, np.bool_], ids=lambda t: t.__name__)
+def test_conversions(source, real, rng):
+    values = rng.integers(-1000, 1000, 500).astype(source)
+    example = np.zeros(500, real)
+    out = np.empty(500, real)
+    compiled_over(lanes.as_type_of, 2)(out, values, example)
+    same_bits(out, [lanes.as_type_of.python_twin(value, real(0)) for value in values])
+
+
+def test_hints_change_nothing():
+    values = np.array([True, False, True])
+    out = np.empty_like(values)
+    compiled_over(lanes.rarely, 1)(out, values)
+    np.testing.assert_array_equal(out, [lanes.rarely.python_twin(value) for value in values])
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_packed_points(real, rng):
+    count = 700
+    coordinates = [rng.permutation(patterns(rng, real))[:count] for _ in range(3)]
+    index = rng.integers(0, 2**31 - 1, count).astype(INTEGER[real])
+    slots = rng.permutation(count)
+
+    @numba.njit
+    def store(table, slots, x, y, z, index):
+        for n in range(slots.size):
+            lanes.store_point(table, slots[n], x[n], y[n], z[n], index[n])
+
+    @numba.njit
+    def load(table, slots, x, y, z, index):
+        for n in range(slots.size):
+            x[n], y[n], z[n], index[n] = lanes.load_point(table, slots[n])
+
+    table, twin = np.zeros(4 * count, real), np.zeros(4 * count, real)
+    store(table, slots, *coordinates, index)
+    for n in range(count):
+        lanes.store_point.python_twin(twin, slots[n], *(c[n] for c in coordinates), index[n])
+    np.testing.assert_array_equal(table.view(INTEGER[real]), twin.view(INTEGER[real]))
+    loaded = [np.empty_like(column) for column in (*coordinates, index)]
+    load(table, slots, *loaded)
+    for n in range(0, count, 7):
+        want = lanes.load_point.python_twin(table, slots[n])
+        for have, right in zip((column[n] for column in loaded), want):
+            same_bits(have.reshape(1), np.asarray(right).reshape(1))
+    for have, right in zip(loaded, (*coordinates, index)):
+        same_bits(have, right)
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("length", [1, 2, 8])
+def test_lists(length, real, rng):
+    """filled and insert: against their twins, and against sorting."""
+    slots = (0,) * length
+    missing, blocked = 500, length // 3
+
+    @numba.njit
+    def fill_and_insert(limit, squares, indices, lists, numbers):
+        square_list = topk.filled(limit, limit * 0 - 2, blocked, slots)
+        index_list = topk.filled(missing, -1, blocked, slots)
+        for n in range(squares.size):
+            if topk.before(squares[n], indices[n], square_list[-1], index_list[-1]):
+                square_list, index_list = topk.insert(square_list, index_list, squares[n], indices[n])
+        for slot in range(length):
+            lists[slot], numbers[slot] = square_list[slot], index_list[slot]
+
+    for _ in range(20):
+        squares = rng.integers(0, 12, 40).astype(real)
+        squares[rng.integers(40, size=3)] = np.inf
+        indices = rng.permutation(40)
+        lists, numbers = np.empty(length, real), np.empty(length, np.int64)
+        limit = real(9)
+        fill_and_insert(limit, squares, indices, lists, numbers)
+
+        square_list = topk.filled.python_twin(limit, real(-2), blocked, slots)
+        index_list = topk.filled.python_twin(missing, -1, blocked, slots)
+        before = topk.before.py_func
+        for square, index in zip(squares, indices):
+            if before(square, index, square_list[-1], index_list[-1]):
+                square_list, index_list = topk.insert.python_twin(square_list, index_list, square, index)
+        np.testing.assert_array_equal(lists, square_list)
+        np.testing.assert_array_equal(numbers, index_list)
+
+        pairs = [(square, index) for square, index in zip(squares, indices) if square <= limit]
+        right = [(-2, -1)] * blocked + sorted(pairs + [(limit, missing)] * length)
+        assert list(zip(lists, numbers)) == right[:length]
+
+
+def test_capacity():
+    assert [topk.capacity(k) for k in range(1, 33)] == [1, 2, 4, 4, *[8] * 4, *[16] * 8, *[32] * 16]
+
+
+def test_every_instruction_is_compared():
+    """A new instruction wants a test above."""
+    compared = "product total root bits_of order_key real_of_key as_type_of rarely store_point load_point filled insert"
+    there = {name for module in (lanes, topk) for name, value in vars(module).items() if hasattr(value, "python_twin")}
+    assert there == set(compared.split())

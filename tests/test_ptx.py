@@ -1,0 +1,147 @@
+"""The machine code of every kernel, without a GPU: compiled to PTX for all supported GPUs, assembled for one of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import kernel_table
+import pytest
+from numba import cuda, types
+
+import numbaknn.kernels
+from numbaknn.launch import has_device
+
+COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+ASSEMBLED = (9, 0)
+
+VARIANTS = {identifier: rest for identifier, *rest in kernel_table.variants()}
+NEIGHBORS = [identifier for identifier in VARIANTS if identifier.startswith("knn_kernel")]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A function (identifier, compute capability) -> PTX, each compiled once."""
+
+    class Device:
+        compute_capability = ASSEMBLED
+
+    done = {}
+
+    def compile_ptx(identifier, capability=ASSEMBLED):
+        if (identifier, capability) not in done:
+            entry, real, _ = VARIANTS[identifier]
+            signature = kernel_table.signature(entry, real)
+            done[identifier, capability], _ = cuda.compile_ptx(entry.kernel.py_func, signature, cc=capability)
+        return done[identifier, capability]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_device():
+            # functions that a kernel calls are compiled for "the current device"; what they become is its PTX all the same
+            patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: Device)
+        yield compile_ptx
+
+
+def find_ptxas():
+    for package in ("nvidia.cuda_nvcc", "nvidia.cu13", "nvidia.cu12"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in spec.submodule_search_locations if spec else ():
+            path = Path(folder, "bin", "ptxas")
+            if path.exists():
+                return str(path)
+    return shutil.which("ptxas")
+
+
+@pytest.fixture(scope="module")
+def assembled(compiled, tmp_path_factory):
+    """A function identifier -> (registers, {function: (stack frame, spill stores, spill loads)}, names of the entries)."""
+    ptxas = find_ptxas()
+    if ptxas is None:
+        pytest.skip("no ptxas: it comes with nvidia-cuda-nvcc (the cu12 extra of numba-cuda) or with the CUDA toolkit")
+    folder = tmp_path_factory.mktemp("ptx")
+    done = {}
+
+    def assemble(identifier):
+        if identifier not in done:
+            source = folder / "kernel.ptx"
+            source.write_text(compiled(identifier))
+            command = [
+                ptxas,
+                "-v",
+                f"-arch=sm_{ASSEMBLED[0]}{ASSEMBLED[1]}",
+                "-o",
+                str(folder / "kernel.cubin"),
+                source,
+            ]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+            properties = re.findall(
+                r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill",
+                said,
+            )
+            entries = re.findall(r"Compiling entry function '(\S+)'", said)
+            (registers,) = re.findall(r"Used (\d+) registers", said)
+            done[identifier] = (
+                int(registers),
+                {name: tuple(map(int, numbers)) for name, *numbers in properties},
+                entries,
+            )
+        return done[identifier]
+
+    return assemble
+
+
+def test_every_kernel_is_in_the_table():
+    """A kernel is what bears @kernel in numbaknn/kernels, also inside of a function that makes it."""
+    marked = set()
+    for path in Path(numbaknn.kernels.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if any(re.match(r"(jit\.)?kernel\b", decorator) for decorator in decorators):
+                    marked.add(node.name)
+    assert marked == {identifier.partition("[")[0] for identifier in kernel_table.KERNELS}
+
+
+@pytest.mark.parametrize("identifier", VARIANTS)
+def test_no_spills_and_few_registers(assembled, identifier):
+    entry, _, number = VARIANTS[identifier]
+    registers, functions, entries = assembled(identifier)
+    assert len(entries) == 1
+    assert all(stores == loads == 0 for _, stores, loads in functions.values()), functions
+    assert functions[entries[0]][0] == 0, "the kernel has a stack frame"
+    assert registers <= entry.registers[number] + kernel_table.MARGIN
+
+
+@pytest.mark.parametrize("identifier", VARIANTS)
+def test_accesses_of_128_bits(compiled, identifier):
+    entry, real, _ = VARIANTS[identifier]
+    lanes = "v4" if real == types.float32 else "v2"
+    width = "f32|b32|u32" if real == types.float32 else "f64|b64|u64"
+    ptx = compiled(identifier)
+    loads = len(re.findall(rf"\bld(\.global)?(\.nc)?\.{lanes}\.({width})", ptx))
+    stores = len(re.findall(rf"\bst(\.global)?\.{lanes}\.({width})", ptx))
+    a_point = 1 if real == types.float32 else 2
+    assert loads >= entry.loads * a_point
+    assert stores >= entry.stores * a_point
+
+
+@pytest.mark.parametrize("capability", COMPUTE_CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+@pytest.mark.parametrize("identifier", VARIANTS)
+def test_compiles_for(compiled, identifier, capability):
+    entry, _, _ = VARIANTS[identifier]
+    ptx = compiled(identifier, capability)
+    assert re.search(rf"\.target sm_{capability[0]}{capability[1]}\b", ptx)
+    if not entry.fused:
+        assert not re.search(r"\bfma\.rn\.f(32|64)\b", ptx)
+        # with .ftz subnormal numbers would count as zero
+        assert ".ftz" not in ptx and ".approx" not in ptx
+    if identifier in NEIGHBORS:
+        assert ".local" not in ptx
+        assert not re.search(r"\bcall\b", ptx)
