@@ -109,7 +109,7 @@ class _Workspace(_Launch):
 
 
 class WorkspaceCUDA(_Workspace):
-    params = ((100_000,), (8_000,), (1, 32), ("cube",), ("float32",), ("cuda",), ("knn plan",))
+    params = ((100_000,), (8_000,), (1,), ("cube",), ("float32",), ("cuda",), ("knn plan",))
 
 
 class LargeWorkspaceCUDA(_Workspace):
