@@ -97,14 +97,23 @@ class TorchHost(Library):
     def __init__(self, torch):
         self.torch = torch
 
+        self._dtypes = {}
+
     def _dtype(self, dtype):
-        return getattr(self.torch, np.dtype(dtype).name)
+        """PyTorch's dtype of a NumPy dtype."""
+        known = self._dtypes.get(dtype)
+        if known is None:
+            known = self._dtypes[dtype] = getattr(self.torch, np.dtype(dtype).name)
+        return known
 
     def _packed(self, tensor, dtype):
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.dtype != (wanted := self._dtype(dtype)):
             tensor = tensor.to(wanted)
-        return tensor.resolve_neg().contiguous()
+        if tensor.is_neg():
+            tensor = tensor.resolve_neg()
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
 
     def flat(self, array, dtype):
         return self._packed(array, dtype).numpy().reshape(-1)
@@ -162,7 +171,8 @@ class CupyDevice(Library):
         self.word = f"cuda:{device} (CuPy)"
 
     def flat(self, array, dtype):
-        array = self.cupy.ascontiguousarray(array, dtype)
+        if array.dtype != dtype or not array.flags.c_contiguous:
+            array = self.cupy.ascontiguousarray(array, dtype)
         return Flat(array, array.data.ptr, array.size, dtype)
 
     def empty(self, shape, dtype):

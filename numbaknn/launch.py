@@ -57,7 +57,7 @@ class Flat:
         self.owner = owner
         self.address = address
         self.size = size
-        self.dtype = np.dtype(dtype)
+        self.dtype = dtype
 
     def borrowed(self):
         """The same memory without a hold on it, for what is launched before its owner can let go of it."""
@@ -67,7 +67,7 @@ class Flat:
         """The same memory as elements of another size."""
         dtype = np.dtype(dtype)
         owner = self.owner.view(dtype) if SIMULATED else self.owner
-        return Flat(owner, self.address, self.size * self.dtype.itemsize // dtype.itemsize, dtype)
+        return Flat(owner, self.address, self.size * np.dtype(self.dtype).itemsize // dtype.itemsize, dtype)
 
 
 class Launch:
@@ -167,7 +167,7 @@ def read(flat, stream, first=0, last=None):
         return np.asarray(flat.owner.copy_to_host())[first:last].copy()
     host = np.empty(last - first, flat.dtype)
     if host.size:
-        address = flat.address + first * flat.dtype.itemsize
+        address = flat.address + first * host.itemsize
         _checked(driver.cuMemcpyDtoHAsync(host.ctypes.data, address, host.nbytes, stream))
         _checked(driver.cuStreamSynchronize(stream))
     return host
@@ -195,7 +195,7 @@ def _handle(kernel, signature, shared_bytes):
 
 def _type_of(argument):
     if isinstance(argument, Flat):
-        return types.Array(from_dtype(argument.dtype), 1, "C")
+        return types.Array(from_dtype(np.dtype(argument.dtype)), 1, "C")
     if isinstance(argument, bool):
         return types.boolean
     if isinstance(argument, int):
@@ -206,7 +206,7 @@ def _type_of(argument):
 def _words_of(argument):
     """The 64-bit words that hold an argument in the block that the driver reads."""
     if isinstance(argument, Flat):
-        itemsize = argument.dtype.itemsize
+        itemsize = np.dtype(argument.dtype).itemsize
         return [0, 0, argument.size, itemsize, argument.address, argument.size, itemsize]
     if isinstance(argument, int):
         return [int(argument)]

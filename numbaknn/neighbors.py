@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import numba
 import numpy as np
@@ -92,7 +92,7 @@ def knn(
     >>> indices
     array([[1, 0]])
     """
-    options = _QueryOptions(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
+    options = _options(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
     return _KnnCall(points, queries, options, target).run()
 
 
@@ -250,7 +250,7 @@ class GridIndex:
         the answer is of the kind of `queries` (of the points, for None). Host queries of an index on the GPU are
         uploaded and their answer is brought back; device queries of an index in host memory raise.
         """
-        options = _QueryOptions(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
+        options = _options(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
         return _IndexCall(self, queries, options).run()
 
 
@@ -277,6 +277,20 @@ class _QueryOptions:
         return not adopted.on_device if self.check_finite == "auto" else self.check_finite
 
 
+@lru_cache(maxsize=128, typed=True)
+def _known_options(*options):
+    return _QueryOptions(*options)
+
+
+def _options(*options):
+    """The options of a query, checked once for each combination that can be remembered."""
+    try:
+        hash(options)
+    except TypeError:  # an unhashable option is a wrong one; the check says which
+        return _QueryOptions(*options)
+    return _known_options(*options)
+
+
 def _adopt_cloud(name, array):
     adopted = adopt(name, array)
     errors.check_cloud(name, adopted.shape)
@@ -284,6 +298,7 @@ def _adopt_cloud(name, array):
     return adopted
 
 
+@cache
 def _working_dtype(*dtypes):
     """The precision of the computation: integers in float64, float16 in float32, mixtures as NumPy mixes them."""
     dtype = np.result_type(*dtypes)

@@ -143,7 +143,7 @@ class DeviceGrid:
 
     def _empty(self, length, dtype):
         _, flat = self._library.empty((length,), dtype)
-        self.device_bytes += flat.size * flat.dtype.itemsize
+        self.device_bytes += flat.size * np.dtype(dtype).itemsize
         return flat
 
     def _small_stages(self, cells, choice):
