@@ -19,7 +19,7 @@ import numpy as np
 from numba import cuda
 
 from numbaknn.jit import SIMULATED
-from numbaknn.kernels.copying import pack_kernel, take_rows_kernel
+from numbaknn.kernels.copying import convert_kernel, pack_kernel, take_rows_kernel
 from numbaknn.launch import Flat, Launch, dispatch
 
 THREADS = 256
@@ -65,6 +65,10 @@ class Library:
     def copied(self, array):
         """A fresh copy of an array that `empty` made."""
         return array.copy()
+
+    def narrowed(self, array, adopted):
+        """An array that `empty` made, in the half precision of another."""
+        return array.astype(adopted.dtype)
 
     def stream(self):
         """The handle of the stream that the caller is on."""
@@ -124,6 +128,9 @@ class TorchHost(Library):
 
     def copied(self, array):
         return array.clone()
+
+    def narrowed(self, array, adopted):
+        return array.to(adopted.array.dtype)  # float16 or bfloat16
 
     def take_rows(self, adopted, indices):
         indices = self.torch.from_numpy(indices)
@@ -217,6 +224,13 @@ class NumbaDevice(Library):
         copy = cuda.device_array(array.shape, array.dtype)
         copy.copy_to_device(array)
         return copy
+
+    def narrowed(self, array, adopted):
+        narrow = cuda.device_array(array.shape, adopted.dtype)
+        if array.size:
+            flat = (a.reshape(prod(a.shape)) for a in (array, narrow))
+            dispatch(convert_kernel, array.size, THREADS, self.stream(), *flat)
+        return narrow
 
     def take_rows(self, adopted, indices):
         source = self.flat(adopted.array, adopted.dtype)

@@ -64,9 +64,11 @@ def check_k(k):
 def check_length(name, value):
     """A distance or a tolerance: a real number that is neither negative nor NaN."""
     try:
-        length = float(value)
+        length = float(value) if not isinstance(value, (str, bytes)) else None
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a real number, came as {value!r} of type {type(value).__name__}") from None
+        length = None
+    if length is None:
+        raise TypeError(f"{name} must be a real number, came as {value!r} of type {type(value).__name__}")
     if math.isnan(length) or length < 0:
         raise ValueError(f"{name} must be 0 or more, came as {value!r}")
     return length

@@ -148,7 +148,7 @@ def interpolate(points, values, queries, k=1, *, weights="distance", check_finit
     distances, indices = (adopt("neighbours", array) for array in found)
     if k == 1:
         return values.library.take_rows(values, indices.flat(np.int64))
-    dtype = np.dtype(np.float64) if values.dtype.kind in "iub" else values.dtype
+    dtype = _working_dtype(values.dtype)
     columns = int(np.prod(values.shape[1:], dtype=np.int64))
     means, flat_means = values.library.empty((indices.shape[0], *values.shape[1:]), dtype)
     arguments = (
@@ -166,6 +166,8 @@ def interpolate(points, values, queries, k=1, *, weights="distance", check_finit
         Launch(interpolate_kernel, flat_means.size, THREADS, *arguments).run(values.library.stream())
     elif flat_means.size:
         interpolate_loop(*arguments)
+    if values.dtype == np.float16:
+        means = values.library.narrowed(means, values)
     return hand_back(values.library, means)
 
 
@@ -284,11 +286,9 @@ def _known_options(*options):
 
 def _options(*options):
     """The options of a query, checked once for each combination that can be remembered."""
-    try:
-        hash(options)
-    except TypeError:  # an unhashable option is a wrong one; the check says which
-        return _QueryOptions(*options)
-    return _known_options(*options)
+    hashable = all(type(option).__hash__ for option in options)
+    # an unhashable option is a wrong one; the check says which
+    return _known_options(*options) if hashable else _QueryOptions(*options)
 
 
 def _adopt_cloud(name, array):
