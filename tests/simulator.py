@@ -140,6 +140,29 @@ def interpolate_on_device(points, values, queries, layout="c", values_layout="c"
     return _returned(numbaknn.interpolate(*places, **options))
 
 
+def _values(arrays):
+    return [_returned(array)[1] for array in arrays]
+
+
+def planned_knn(draws, layout, **options):
+    """The answers of one plan, made for the first of the draws, to all of them."""
+    import numbaknn
+
+    draws = [[_place(array, layout) for array in draw] for draw in draws]
+    plan = numbaknn.plan(numbaknn.knn, *draws[0], target="cuda", **options)
+    return [_values(plan(*draw, copy=bool(turn % 2))) for turn, draw in enumerate(draws)]
+
+
+def planned_queries(points, asked, layout, **options):
+    """The answers of an index to each of the queries, all planned before the first one runs."""
+    import numbaknn
+
+    index = numbaknn.GridIndex(_place(points, layout), target="cuda")
+    asked = [_place(queries, layout) for queries in asked]
+    plans = [numbaknn.plan(index.query, queries, **options) for queries in asked]
+    return [_values(plan(*([] if queries is None else [queries]))) for plan, queries in zip(plans, asked)]
+
+
 def index_keeps_its_points(points, queries, **options):
     """The answer of an index whose device array is overwritten before it is asked."""
     import numbaknn
@@ -147,7 +170,7 @@ def index_keeps_its_points(points, queries, **options):
     array = _place(points, "c")
     index = numbaknn.GridIndex(array)
     array.copy_to_device(np.zeros_like(points))
-    return [_returned(found) for found in index.query(_place(queries, "c"), **options)]
+    return _values(index.query(_place(queries, "c"), **options))
 
 
 def run_case(path, name):

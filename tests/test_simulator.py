@@ -56,6 +56,27 @@ def test_families(simulated, family, dtype):
     same(found[1], oracle.nearest(points, queries, 3))
 
 
+@pytest.fixture
+def one_block(simulated):
+    """All clouds are built in one block."""
+    simulated(simulator.set_small_rows, 1000)
+    yield
+    simulated(simulator.set_small_rows, simulator.SMALL_ROWS)
+
+
+IN_ONE_BLOCK = [*IN_BOTH, "outlier", "all_equal", "extent_overflows", "flat", "signed_zeros"]
+
+
+@pytest.mark.usefixtures("one_block")
+@pytest.mark.parametrize("family", IN_ONE_BLOCK)
+def test_families_in_one_block(simulated, family):
+    points, queries = clouds.draw(family, F32, POINTS, QUERIES)
+    both(simulated, points, [(queries, {"k": 3}), (None, {"k": 1})])
+    points = points.astype(F64)
+    points[3] = np.nan
+    both(simulated, points, [(queries[:4], {"k": 3})], check_finite=False)
+
+
 @DTYPES
 def test_the_points_themselves(simulated, dtype):
     points, _ = clouds.draw("duplicates", dtype, 30)
@@ -164,7 +185,7 @@ def test_an_index_on_the_device(simulated, points, queries):
 def test_an_index_keeps_its_own_points(simulated):
     points, queries = clouds.draw("huge", F32, POINTS, QUERIES)
     found = simulated(simulator.index_keeps_its_points, points, queries, k=3)
-    same([array for _, array in found], oracle.nearest(points, queries, 3))
+    same(found, oracle.nearest(points, queries, 3))
 
 
 def test_queries_on_the_device_are_not_checked(simulated):
