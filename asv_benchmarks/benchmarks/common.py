@@ -9,8 +9,6 @@ import time
 import numpy as np
 
 CLOUDS = ("cube", "subset", "surface", "surface_subset")
-CPU_LIBRARIES = ("numbaknn", "SciPy cKDTree", "pykdtree", "torch cdist")
-CUDA_LIBRARIES = ("numbaknn", "CuPy KDTree", "torch cdist", "torch cdist compiled", "torch direct compiled")
 
 # Calls between two waits of a pipelined measurement: enough to hide one wait, and a quarter of what the driver queues
 # even if a call were ten launches.

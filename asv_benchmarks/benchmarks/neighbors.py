@@ -1,9 +1,10 @@
 """Build, query and both in one call, synchronised, numbaknn beside other libraries."""
 
-from .common import CLOUDS, CPU_LIBRARIES, CUDA_LIBRARIES, Case, Measured, library_for, two_sets
+from .common import CLOUDS, Case, Measured, library_for, two_sets
 
 NAMES = ("n_queries", "n_points", "k", "cloud", "dtype", "target", "library")
-CPU_TREES, CUDA_TREES = CPU_LIBRARIES[:3], CUDA_LIBRARIES[:2]
+CPU_TREES, CUDA_TREES = ("numbaknn", "SciPy cKDTree", "pykdtree"), ("numbaknn", "CuPy KDTree")
+CUDA_BRUTE_FORCE = ("torch cdist", "torch cdist compiled", "torch direct compiled")
 
 
 def skip_repetitions(k, cloud, library):
@@ -16,10 +17,8 @@ def skip_repetitions(k, cloud, library):
         raise NotImplementedError("compiled, topk is the same as it is eagerly")
 
 
-def skip_slow(n_points, k, target, library):
+def skip_slow(n_points, k, library):
     if n_points > 100_000 and k > 1 and library != "numbaknn":
-        raise NotImplementedError("takes seconds")
-    if target == "cpu" and library.startswith("torch") and k > 1:
         raise NotImplementedError("takes seconds")
 
 
@@ -55,7 +54,7 @@ class _Query(Measured):
 
     def prepare(self, n_queries, n_points, k, cloud, dtype, target, name):
         skip_repetitions(k, cloud, name)
-        skip_slow(n_points, k, target, name)
+        skip_slow(n_points, k, name)
         library = library_for(name, target)
         sets = two_sets(library, cloud, n_queries, n_points, dtype)
         index = library.build(sets[0][0])
@@ -92,7 +91,7 @@ class _OneShot(Measured):
 
     def prepare(self, n_queries, n_points, k, cloud, dtype, target, name):
         skip_repetitions(k, cloud, name)
-        skip_slow(n_points, k, target, name)
+        skip_slow(n_points, k, name)
         library = library_for(name, target)
         inputs = two_sets(library, cloud, n_queries, n_points, dtype)
         return Case(lambda points, queries: library.knn(points, queries, k), inputs, library.wait)
@@ -103,11 +102,17 @@ class _OneShot(Measured):
 
 
 class OneShotCPU(_OneShot):
-    params = ((100_000,), (8_000,), (1, 8, 32), CLOUDS, ("float32",), ("cpu",), CPU_LIBRARIES)
+    params = ((100_000,), (8_000,), (1, 8, 32), CLOUDS, ("float32",), ("cpu",), CPU_TREES)
+
+
+class BruteForceOneShotCPU(_OneShot):
+    params = ((100_000,), (8_000,), (1,), ("cube",), ("float32",), ("cpu",), ("torch cdist",))
+    repeat = (3, 20, 1.0)
+    warmup_time = 0
 
 
 class OneShotCUDA(_OneShot):
-    params = ((100_000,), (8_000,), (1, 8, 32), CLOUDS, ("float32",), ("cuda",), CUDA_LIBRARIES)
+    params = ((100_000,), (8_000,), (1, 8, 32), CLOUDS, ("float32",), ("cuda",), (*CUDA_TREES, *CUDA_BRUTE_FORCE))
 
 
 class DoubleOneShotCPU(_OneShot):
