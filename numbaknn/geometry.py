@@ -35,8 +35,8 @@ MOST_CELLS = 2**31 - 2
 POINTS_A_CELL = 3.0
 
 # Occupancy is counted on lattices of 1, 2, 4, ... cells over the longest axis. The finest has this many.
-FINEST_LATTICE = 32
-LATTICES = 6
+FINEST_LATTICE = 16
+LATTICES = 5
 
 
 @device

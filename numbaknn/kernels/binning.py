@@ -64,13 +64,33 @@ def clear_kernel(bounds, marks, starts):
 
 
 # The bits that a row of marks uses when it has been halved once, twice, ...
-KEPT_BITS = (0x55555555, 0x11111111, 0x01010101, 0x00010001, 0x00000001)
+KEPT_BITS = (0x5555, 0x1111, 0x0101, 0x0001)
 
 # Lanes that reduce a list of one entry a thread: each takes every 32nd entry, which touches every bank once.
 LANES = 32
 
 # One int32 for each thread of the largest block, and one more.
 SUMS_LENGTH = 1025
+
+
+@device
+def point_or_nothing(coordinates, row, rows, dimensions):
+    """(x, y, z) of a row; behind the last row a point that is not finite, which nothing is done with."""
+    if row < rows:
+        return read_point(coordinates, row, dimensions)
+    nothing = as_type_of(math.nan, coordinates[0])
+    return nothing, nothing, nothing
+
+
+@device
+def four_points(coordinates, row, step, rows, dimensions):
+    """The points of four rows: all are on their way before the first is needed."""
+    return (
+        point_or_nothing(coordinates, row, rows, dimensions),
+        point_or_nothing(coordinates, row + step, rows, dimensions),
+        point_or_nothing(coordinates, row + 2 * step, rows, dimensions),
+        point_or_nothing(coordinates, row + 3 * step, rows, dimensions),
+    )
 
 
 @device
@@ -86,13 +106,13 @@ def box_in_block(points, dimensions, rows, first, step, keys):
     high_x = high_y = high_z = -infinity
     low_x = low_y = low_z = infinity
     count = 0
-    for row in range(first, rows, step):
-        x, y, z = read_point(points, row, dimensions)
-        if is_finite(x, y, z):
-            high_x, low_x = max(high_x, x), min(low_x, x)
-            high_y, low_y = max(high_y, y), min(low_y, y)
-            high_z, low_z = max(high_z, z), min(low_z, z)
-            count += 1
+    for row in range(first, rows, 4 * step):
+        for x, y, z in four_points(points, row, step, rows, dimensions):
+            if is_finite(x, y, z):
+                high_x, low_x = max(high_x, x), min(low_x, x)
+                high_y, low_y = max(high_y, y), min(low_y, y)
+                high_z, low_z = max(high_z, z), min(low_z, z)
+                count += 1
     keys[thread] = order_key(high_x)
     keys[threads + thread] = order_key(high_y)
     keys[2 * threads + thread] = order_key(high_z)
@@ -180,7 +200,7 @@ def count_lattices(words, occupied):
         first_count = level * MARKS_LENGTH
         for n in range(thread, 1 << (2 * level), threads):
             row = ((n >> level) * FINEST_LATTICE + (n & ((1 << level) - 1))) << spread
-            words[first_count + n] = cuda.popc(int64(words[row]) & 0xFFFFFFFF)
+            words[first_count + n] = cuda.popc(words[row])
         cuda.syncthreads()
         step, kept = 1 << spread, KEPT_BITS[spread]
         for n in range(thread, 1 << (2 * level - 2), threads):
@@ -360,11 +380,11 @@ def build_kernel(
     for row in range(thread, MARKS_LENGTH, threads):
         words[row] = 0
     cuda.syncthreads()
-    for row in range(thread, rows, threads):
-        x, y, z = read_point(points, row, dimensions)
-        if is_finite(x, y, z):
-            cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
-            cuda.atomic.or_(words, np.uintp(cell // FINEST_LATTICE), int32(1 << (cell % FINEST_LATTICE)))
+    for row in range(thread, rows, 4 * threads):
+        for x, y, z in four_points(points, row, threads, rows, dimensions):
+            if is_finite(x, y, z):
+                cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
+                cuda.atomic.or_(words, np.uintp(cell // FINEST_LATTICE), int32(1 << (cell % FINEST_LATTICE)))
     cuda.syncthreads()
     count_lattices(words, occupied)
     if thread == 0:
@@ -380,11 +400,11 @@ def build_kernel(
     for pair in range(thread, pairs, threads):
         words[np.uintp(pair)] = 0
     cuda.syncthreads()
-    for row in range(thread, rows, threads):
-        x, y, z = read_point(points, row, dimensions)
-        if is_finite(x, y, z):
-            cell = cell_of(x, y, z, grid)
-            cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << (16 * (cell & 1))))
+    for row in range(thread, rows, 4 * threads):
+        for x, y, z in four_points(points, row, threads, rows, dimensions):
+            if is_finite(x, y, z):
+                cell = cell_of(x, y, z, grid)
+                cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << (16 * (cell & 1))))
     cuda.syncthreads()
 
     # Sums of the counts before: each thread adds up a stretch of words (an odd number, so that the threads of a warp
@@ -408,10 +428,12 @@ def build_kernel(
     cuda.syncthreads()
 
     # The sums are the cursors now: every point takes the next slot of its cell.
-    for row in range(thread, rows, threads):
-        x, y, z = read_point(points, row, dimensions)
-        if is_finite(x, y, z):
-            cell = cell_of(x, y, z, grid)
-            shift = 16 * (cell & 1)
-            slot = cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << shift)) >> shift & 0xFFFF
-            store_point(table, slot, x, y, z, as_type_of(row, bits_of(x)))
+    for first_row in range(thread, rows, 4 * threads):
+        row = np.int32(first_row)
+        for x, y, z in four_points(points, first_row, threads, rows, dimensions):
+            if is_finite(x, y, z):
+                cell = cell_of(x, y, z, grid)
+                shift = 16 * (cell & 1)
+                slot = cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << shift)) >> shift & 0xFFFF
+                store_point(table, slot, x, y, z, as_type_of(row, bits_of(x)))
+            row = np.int32(row + threads)

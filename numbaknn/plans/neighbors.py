@@ -25,7 +25,8 @@ from numbaknn.topk import capacity
 # fill a multiprocessor eight times over. The query needs 72 to 152 registers; smaller blocks leave less idle at the end.
 BINNING_THREADS = 256
 QUERY_THREADS = 128
-# One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have.
+# One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have. In
+# float64 the build takes 68 registers a thread, of 65,536, so half as many.
 ONE_BLOCK = 1024
 # Blocks of the bounding box and of clearing: two for every multiprocessor of the largest GPU, few enough that their
 # atomics don't queue.
@@ -149,9 +150,10 @@ class DeviceGrid:
     def _small_stages(self, cells, choice):
         cloud, grid = (self.points, self.dimensions, self.rows), (self.frame, self.shape)
         marks = 4 * stages.LATTICES * stages.MARKS_LENGTH
-        shared_bytes = max(6 * 8 * ONE_BLOCK, marks, 4 * (cells // 2 + 1))
+        threads = ONE_BLOCK if self.dtype.itemsize == 4 else ONE_BLOCK // 2
+        shared_bytes = max(6 * 8 * threads, marks, 4 * (cells // 2 + 1))
         arguments = *cloud, *choice, *grid, self.starts, self.table
-        return [Launch(stages.build_kernel, ONE_BLOCK, ONE_BLOCK, *arguments, shared_bytes=shared_bytes)]
+        return [Launch(stages.build_kernel, threads, threads, *arguments, shared_bytes=shared_bytes)]
 
     def _large_stages(self, cells, choice):
         rows, threads = self.rows, BINNING_THREADS
