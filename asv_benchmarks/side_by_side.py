@@ -35,6 +35,14 @@ TABLES = {
     "first": ("A new process, code compiled before", [("imports", "Import", {}), ("imports", "FirstCall", {})]),
     "workspace": ("numbaknn, what a plan holds and launches", [("launch", "Workspace", {})]),
 }
+LAST_COLUMNS = [
+    "SciPy cKDTree",
+    "pykdtree",
+    "CuPy KDTree",
+    "torch cdist",
+    "torch cdist compiled",
+    "torch direct compiled",
+]
 CLOUDS = {"cube": "cube", "subset": "cube, subset", "surface": "surface", "surface_subset": "surface, subset"}
 TARGETS = {"cpu": "CPU", "cuda": "CUDA"}
 
@@ -115,6 +123,7 @@ def print_side_by_side(title, sources, target, figures):
             headings += [heading] if heading not in headings else []
             rows[tuple(case)][heading] = figure
     if rows:
+        headings.sort(key=lambda heading: LAST_COLUMNS.index(heading) if heading in LAST_COLUMNS else -1)
         print(f"\n### {title}\n")
         lines = []
         for case in sorted(rows, key=order):
