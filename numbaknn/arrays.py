@@ -205,14 +205,13 @@ class NumbaDevice(Library):
         self.word = f"cuda:{device}"
 
     def flat(self, array, dtype):
-        if not hasattr(array, "copy_to_host"):
-            # no synchronisation: the work goes behind what filled the array, on the stream that the caller is on
-            array = cuda.as_cuda_array(array, sync=False)
         if array.dtype == dtype and array.is_c_contiguous():
             return _flat_of_numba(array)
-        matrix = array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
         packed = cuda.device_array(prod(array.shape), dtype)
-        if packed.size:
+        if packed.size and array.ndim == 1:
+            dispatch(convert_kernel, packed.size, THREADS, self.stream(), array, packed)
+        elif packed.size:
+            matrix = array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
             dispatch(pack_kernel, packed.size, THREADS, self.stream(), matrix, packed)
         return _flat_of_numba(packed)
 
@@ -271,6 +270,9 @@ def adopt(name, array):
     if isinstance(array, (np.ndarray, np.generic)):
         return _adopt_numpy(name, array)
     if hasattr(array, "__cuda_ndarray__") or hasattr(array, "__cuda_array_interface__"):
+        if not hasattr(array, "copy_to_host"):
+            # no synchronisation: the work goes behind what filled the array, on the stream that the caller is on
+            array = cuda.as_cuda_array(array, sync=False)
         return Adopted(name, array, _numba_device(), tuple(array.shape), np.dtype(array.dtype))
     if hasattr(array, "__dlpack_device__"):
         return _adopt_dlpack(name, array)

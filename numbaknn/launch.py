@@ -187,10 +187,15 @@ def _handle(kernel, signature, shared_bytes):
     function = kernel.compile(signature)._codelibrary.get_cufunc()
     # a launch would take the context-free kernel as well, a node of a graph takes a function only
     handle = _checked(driver.cuKernelGetFunction(driver.CUkernel(int(function.handle))))
-    if shared_bytes > SHARED_BYTES_FOR_THE_ASKING:
+    if shared_bytes > _shared_bytes_asked.get(int(handle), SHARED_BYTES_FOR_THE_ASKING):
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(handle, attribute, shared_bytes))
+        _shared_bytes_asked[int(handle)] = shared_bytes
     return handle
+
+
+# By function, as the limit is one of the function: a launch that needs less must not lower it for those that need more.
+_shared_bytes_asked = {}
 
 
 def _type_of(argument):

@@ -733,7 +733,7 @@ def test_interpolate_for_a_query_without_neighbours(library, dtype, k, rng):
 def test_device_arrays_are_not_checked(library, k, count, rng):
     points, queries = rng.random((count, 3), F32), rng.random((90, 3), F32)
     points[[0, 7, count - 1], [0, 1, 2]] = np.nan, np.inf, -np.inf
-    queries[[3, 89]] = np.nan, -np.inf
+    queries[[3, 89], 0] = np.nan, -np.inf
     same(on_device(library, points, queries, k=k), oracle.nearest(points, queries, k))
     index = numbaknn.GridIndex(library.put(points), check_finite=False)
     same([library.get(array) for array in index.query(library.put(queries), k=k)], oracle.nearest(points, queries, k))
