@@ -32,17 +32,42 @@ from numbaknn.jit import device, seldom
 from numbaknn.lanes import as_type_of, bits_of, load_point, product, rarely, root, total
 from numbaknn.topk import before, filled, insert
 
+# Packed points that a scan reads at a time, and so one less that must be readable behind the last.
+PACE = 4
+LONGEST_PACED = 1
+
+
+@device
+def offer(x, y, z, itself, point, belongs, squares, indices):
+    """Let a packed point take its place in the list, if it belongs to those that are asked."""
+    point_x, point_y, point_z, index = point
+    square = square_distance(x - point_x, y - point_y, z - point_z)
+    # most points fail the first comparison; only those that pass are worth the rest of the question
+    if rarely(square <= squares[-1]):  # noqa: SIM102, the hint is for this comparison alone
+        if belongs and before(square, index, squares[-1], indices[-1]) and index != itself:
+            squares, indices = insert(squares, indices, square, index)
+    return squares, indices
+
 
 @device
 def scan(x, y, z, itself, first, last, table, squares, indices):
-    """Offer the packed points first..last - 1 to the list."""
-    for slot in range(first, last):
-        point_x, point_y, point_z, index = load_point(table, slot)
-        square = square_distance(x - point_x, y - point_y, z - point_z)
-        # most points fail the first comparison; only those that pass are worth the rest of the question
-        if rarely(square <= squares[-1]):  # noqa: SIM102, the hint is for this comparison alone
-            if before(square, index, squares[-1], indices[-1]) and index != itself:
-                squares, indices = insert(squares, indices, square, index)
+    """Offer the packed points first..last - 1 to the list.
+
+    For a short list four are read at a time, whether all four belong or not: their loads are under way together, and the
+    loop has fewer ends to guess. The table has room for the three that may lie behind its last point. A long list needs
+    the registers for itself.
+    """
+    if len(squares) > LONGEST_PACED:
+        for slot in range(first, last):
+            squares, indices = offer(x, y, z, itself, load_point(table, slot), True, squares, indices)
+        return squares, indices
+    for slot in range(first, last, PACE):
+        one, two = load_point(table, slot), load_point(table, slot + 1)
+        three, four = load_point(table, slot + 2), load_point(table, slot + 3)
+        squares, indices = offer(x, y, z, itself, one, True, squares, indices)
+        squares, indices = offer(x, y, z, itself, two, slot + 1 < last, squares, indices)
+        squares, indices = offer(x, y, z, itself, three, slot + 2 < last, squares, indices)
+        squares, indices = offer(x, y, z, itself, four, slot + 3 < last, squares, indices)
     return squares, indices
 
 
@@ -177,12 +202,20 @@ def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indic
     vertex_z = vertex_along(offset_z, per_cell, count_z)
 
     # The first block: the 2 x 2 x 2 cells around that vertex, which reach half a cell or more in every direction. Nothing
-    # is known yet that could spare a cell, so there is nothing to ask.
+    # is known yet that could spare a cell, so there is nothing to ask. The row of the query's own cell comes first: after
+    # it, less of what follows is nearer.
     first_x, last_x = np.int32(max(vertex_x - 1, 0)), np.int32(min(vertex_x, count_x - 1))
-    first_y, last_y = np.int32(max(vertex_y - 1, 0)), np.int32(min(vertex_y, count_y - 1))
-    first_z, last_z = np.int32(max(vertex_z - 1, 0)), np.int32(min(vertex_z, count_z - 1))
-    for row_z in range(first_z, np.int32(last_z + 1)):
-        for row_y in range(first_y, np.int32(last_y + 1)):
+    cell = frame[CELL]
+    above_y = 1 if offset_y >= product(as_type_of(vertex_y, cell), cell) else 0
+    above_z = 1 if offset_z >= product(as_type_of(vertex_z, cell), cell) else 0
+    for step_z in range(2):
+        row_z = np.int32(vertex_z - 1 + (above_z ^ step_z))
+        if row_z < 0 or row_z >= count_z:
+            continue
+        for step_y in range(2):
+            row_y = np.int32(vertex_y - 1 + (above_y ^ step_y))
+            if row_y < 0 or row_y >= count_y:
+                continue
             row = row_of(row_y, row_z, count_x, count_y)
             first, last = starts[np.uintp(row + first_x)], starts[np.uintp(row + last_x + 1)]
             squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)

@@ -27,16 +27,25 @@ from numbaknn.jit import loop, part_of_loop
 from numbaknn.lanes import as_type_of, bits_of, store_point
 
 
+@part_of_loop
+def first_bad_of(coordinates, dimensions, first, last, rows):
+    """The first row of a stretch with a coordinate that is not finite, `rows` if there is none."""
+    for row in range(first, last):
+        x, y, z = read_point(coordinates, row, dimensions)
+        if not is_finite(x, y, z):
+            return row
+    return rows
+
+
 @loop
 def first_bad_row(coordinates, dimensions, rows, chunks):
     """The first row with a coordinate that is not finite, `rows` if there is none."""
-    bad = np.full(chunks, rows, np.int64)
+    if chunks == 1:
+        return first_bad_of(coordinates, dimensions, 0, rows, rows)
+    bad = np.empty(chunks, np.int64)
     for chunk in prange(chunks):
-        for row in range(rows * chunk // chunks, rows * (chunk + 1) // chunks):
-            x, y, z = read_point(coordinates, row, dimensions)
-            if not is_finite(x, y, z):
-                bad[chunk] = row
-                break
+        first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+        bad[chunk] = first_bad_of(coordinates, dimensions, first, last, rows)
     return bad.min()
 
 

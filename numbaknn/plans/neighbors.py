@@ -19,6 +19,7 @@ from numbaknn.kernels.neighbors import knn_kernel
 from numbaknn.launch import Graph, Launch
 from numbaknn.loops import binning as binning_loops
 from numbaknn.loops.neighbors import knn_loop
+from numbaknn.search import PACE
 from numbaknn.topk import capacity
 
 # Blocks of 256: what the binning kernels do is a few loads and a store a thread, and this many threads of 32 registers
@@ -80,7 +81,7 @@ class HostGrid:
         self.rows, self.dimensions, self.dtype, self.cell_size = rows, dimensions, np.dtype(dtype), cell_size
         self.frame = np.empty(FRAME_LENGTH, dtype)
         self.shape = np.empty(SHAPE_LENGTH, np.int32)
-        self.table = np.empty(4 * rows, dtype)
+        self.table = np.zeros(4 * (rows + PACE - 1), dtype)
         self._starts = np.empty(0, np.int32)
 
     def build(self, points):
@@ -133,7 +134,7 @@ class DeviceGrid:
         cells = min(most_cells(rows), SMALL_CELLS) if small else most_cells(rows)
         self.frame = self._empty(FRAME_LENGTH, self.dtype)
         self.shape = self._empty(SHAPE_LENGTH, np.int32)
-        self.table = self._empty(4 * rows, self.dtype)
+        self.table = self._empty(4 * (rows + PACE - 1), self.dtype)
         self.starts = self._empty(cells + 1, np.int32)
         make = self._small_stages if small else self._large_stages
         self.launches = make(cells, (float(cell_size), cells, *limits))
