@@ -58,7 +58,7 @@ def strided(dtype):
 KERNELS = {
     "first_bad_row_kernel": Entry(binning.first_bad_row_kernel, (12, 14)),
     "clear_kernel": Entry(binning.clear_kernel, (30,)),
-    "bounds_kernel": Entry(binning.bounds_kernel, (40, 48)),
+    "bounds_kernel": Entry(binning.bounds_kernel, (46, 62)),
     "lattice_kernel": Entry(binning.lattice_kernel, (26, 32)),
     "frame_kernel": Entry(binning.frame_kernel, (38, 38), fused=True),
     "cells_kernel": Entry(binning.cells_kernel, (20, 26)),
@@ -66,16 +66,16 @@ KERNELS = {
     "scan_sums_kernel": Entry(binning.scan_sums_kernel, (28,)),
     "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
     "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
-    # one block of 1,024 threads: 64 registers a thread are all that there are
-    "build_kernel": Entry(binning.build_kernel, (40, 48), stores=1, fused=True),
+    # one block of 1,024 threads in float32, where 64 registers a thread are all that there are, and of 512 in float64
+    "build_kernel": Entry(binning.build_kernel, (53, 68), stores=1, fused=True),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
     "convert_kernel": Entry(copying.convert_kernel, (12,), own={"source": types.float32, "target": types.float64}),
     "take_rows_kernel": Entry(
         copying.take_rows_kernel, (20,), own={"source": types.int64, "target": types.int64, "fill": types.int64}
     ),
-    "interpolate_kernel": Entry(interpolation.interpolate_kernel, (32, 42), own={"values": types.float64}),
+    "interpolate_kernel": Entry(interpolation.interpolate_kernel, (42, 42), own={"values": types.float64}),
 }
-KNN_REGISTERS = {1: (72, 90), 2: (68, 100), 4: (80, 106), 8: (90, 144), 16: (123, 186), 32: (153, 231)}
+KNN_REGISTERS = {1: (76, 109), 2: (67, 98), 4: (79, 106), 8: (90, 154), 16: (119, 193), 32: (176, 248)}
 KERNELS |= {
     f"knn_kernel[{capacity}]": Entry(neighbors.knn_kernel(capacity), KNN_REGISTERS[capacity], loads=1)
     for capacity in CAPACITIES
