@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import Any, Literal
 
 import numba
 import numpy as np
@@ -18,23 +19,26 @@ from numbaknn.loops.interpolation import interpolate_loop
 from numbaknn.planning import Plan, check_like, plannable
 from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceGrid, DevicePlan, HostGrid, kept_device_grid
 
+Target = Literal["auto", "cpu", "cuda"]
+Check = Literal["auto"] | bool
+
 TARGETS = ("auto", "cpu", "cuda")
 WEIGHTS = ("distance", "uniform")
 CHECKS = ("auto", True, False)
 
 
 def knn(
-    points,
-    queries,
-    k=1,
+    points: Any,
+    queries: Any,
+    k: int = 1,
     *,
-    distance_upper_bound=np.inf,
-    eps=0,
-    squared=False,
-    index_dtype="int64",
-    check_finite="auto",
-    target="auto",
-):
+    distance_upper_bound: float = np.inf,
+    eps: float = 0,
+    squared: bool = False,
+    index_dtype: Any = "int64",
+    check_finite: Check = "auto",
+    target: Target = "auto",
+) -> tuple[Any, Any]:
     """The k nearest points of every query, exactly.
 
     Parameters
@@ -96,7 +100,16 @@ def knn(
     return _KnnCall(points, queries, options, target).run()
 
 
-def interpolate(points, values, queries, k=1, *, weights="distance", check_finite="auto", target="auto"):
+def interpolate(
+    points: Any,
+    values: Any,
+    queries: Any,
+    k: int = 1,
+    *,
+    weights: Literal["distance", "uniform"] = "distance",
+    check_finite: Check = "auto",
+    target: Target = "auto",
+) -> Any:
     """Carry values from points over to queries.
 
     Parameters
@@ -191,6 +204,8 @@ class GridIndex:
         The number of points and of dimensions.
     dtype : numpy.dtype
         The precision of the points as computed with.
+    target : "cpu" or "cuda"
+        Where the index is.
 
     Examples
     --------
@@ -204,7 +219,9 @@ class GridIndex:
     array([1, 0, 1])
     """
 
-    def __init__(self, points, *, cell_size=None, check_finite="auto", target="auto"):
+    def __init__(
+        self, points: Any, *, cell_size: float | None = None, check_finite: Check = "auto", target: Target = "auto"
+    ) -> None:
         points = _adopt_cloud("points", points)
         self._cell_size = errors.check_cell_size(cell_size)
         errors.check_choice("check_finite", check_finite, CHECKS)
@@ -220,10 +237,14 @@ class GridIndex:
         self._grids = {}
         self._grid(self.dtype)
 
-    def __len__(self):
+    @property
+    def target(self) -> str:
+        return self._target
+
+    def __len__(self) -> int:
         return self.n
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"GridIndex({self.n} points in {self.m}-D, {self.dtype}, target={self._target!r})"
 
     def _grid(self, dtype):
@@ -237,15 +258,15 @@ class GridIndex:
 
     def query(
         self,
-        queries,
-        k=1,
+        queries: Any,
+        k: int = 1,
         *,
-        distance_upper_bound=np.inf,
-        eps=0,
-        squared=False,
-        index_dtype="int64",
-        check_finite="auto",
-    ):
+        distance_upper_bound: float = np.inf,
+        eps: float = 0,
+        squared: bool = False,
+        index_dtype: Any = "int64",
+        check_finite: Check = "auto",
+    ) -> tuple[Any, Any]:
         """The k nearest points of every query; of every point, without itself, for ``queries=None``.
 
         A point is left out of its own list by its index, so that its duplicates stay in. Everything else is as in `knn`;

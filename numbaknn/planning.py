@@ -6,6 +6,9 @@ there is one verb and one class for all operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 _makers = {}
 
 
@@ -15,7 +18,7 @@ def plannable(function, maker):
     _makers[function] = maker
 
 
-def plan(function, *arrays, **options):
+def plan(function: Callable, *arrays: Any, **options: Any) -> Plan:
     """Prepare a call of `function`, to be run on other arrays of the same shapes.
 
     Parameters
@@ -70,10 +73,10 @@ class Plan:
         Device memory that the plan holds as workspace.
     """
 
-    launches = 0
-    device_bytes = 0
+    launches: int = 0
+    device_bytes: int = 0
 
-    def __call__(self, *arrays, copy=False):
+    def __call__(self, *arrays: Any, copy: bool = False) -> tuple[Any, ...]:
         """Run on these arrays.
 
         Parameters

@@ -23,7 +23,7 @@ from numbaknn.search import PACE
 from numbaknn.topk import capacity
 
 # Blocks of 256: what the binning kernels do is a few loads and a store a thread, and this many threads of 32 registers
-# fill a multiprocessor eight times over. The query needs 72 to 152 registers; smaller blocks leave less idle at the end.
+# fill a multiprocessor eight times over. The query needs 67 to 176 registers; smaller blocks leave less idle at the end.
 BINNING_THREADS = 256
 QUERY_THREADS = 128
 # One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have. In
@@ -42,8 +42,10 @@ SMALL_CELLS = 28000
 POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
 
-# Grids, with their workspace, that the one-shot calls keep for the next call of the same shape on the same stream.
+# Grids, with their workspace of about 60 bytes a point, that the one-shot calls keep for the next call of the same shape
+# on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
 MOST_KEPT = 16
+MOST_KEPT_ROWS = 1 << 20
 
 
 def most_cells(rows):
@@ -313,5 +315,7 @@ def kept_device_grid(points, rows, dimensions, dtype, library, stream):
     A stream runs its work in order, so the next call can't overwrite what an earlier one still needs; another stream
     gets a grid of its own.
     """
+    if rows > MOST_KEPT_ROWS:
+        return DeviceGrid(points, rows, dimensions, dtype, library)
     key = rows, dimensions, dtype, library, stream
     return _grids.get(key, lambda: DeviceGrid(points, rows, dimensions, dtype, library))
