@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
-from numba import types
+import numba.cuda.dispatcher
+from numba import cuda, types
 
 from numbaknn.kernels import binning, copying, interpolation, neighbors
+from numbaknn.launch import has_device
 from numbaknn.topk import CAPACITIES
 
 REAL = "REAL"
@@ -100,3 +103,14 @@ def variants():
     for name, entry in KERNELS.items():
         for number, real in enumerate((types.float32, types.float64)[: len(entry.registers)]):
             yield f"{name}-{real}", entry, real, number
+
+
+def compile_ptx(identifier, capability):
+    """The PTX of a variant for a compute capability."""
+    if not has_device():
+        # functions that a kernel calls are compiled for "the current device"; what they become is its PTX all the same
+        device = SimpleNamespace(compute_capability=capability)
+        numba.cuda.dispatcher.get_current_device = lambda: device
+    entry, real = next((entry, real) for name, entry, real, _ in variants() if name == identifier)
+    ptx, _ = cuda.compile_ptx(entry.kernel.py_func, signature(entry, real), cc=capability)
+    return ptx

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import multiprocessing
 import re
 import shutil
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import kernel_table
 import pytest
-from numba import cuda, types
+from numba import types
 
 import numbaknn.kernels
-from numbaknn.launch import has_device
 
 COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 ASSEMBLED = (9, 0)
@@ -25,24 +26,20 @@ NEIGHBORS = [identifier for identifier in VARIANTS if identifier.startswith("knn
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A function (identifier, compute capability) -> PTX, each compiled once."""
+    """A function (identifier, compute capability) -> PTX, each compiled once.
 
-    class Device:
-        compute_capability = ASSEMBLED
-
+    In a process of its own: the compiler is asked for devices that aren't there, and nothing that other tests have done to
+    numba's registries is in its way.
+    """
     done = {}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as compiler:
 
-    def compile_ptx(identifier, capability=ASSEMBLED):
-        if (identifier, capability) not in done:
-            entry, real, _ = VARIANTS[identifier]
-            signature = kernel_table.signature(entry, real)
-            done[identifier, capability], _ = cuda.compile_ptx(entry.kernel.py_func, signature, cc=capability)
-        return done[identifier, capability]
+        def compile_ptx(identifier, capability=ASSEMBLED):
+            if (identifier, capability) not in done:
+                future = compiler.submit(kernel_table.compile_ptx, identifier, capability)
+                done[identifier, capability] = future.result()
+            return done[identifier, capability]
 
-    with pytest.MonkeyPatch.context() as patch:
-        if not has_device():
-            # functions that a kernel calls are compiled for "the current device"; what they become is its PTX all the same
-            patch.setattr("numba.cuda.dispatcher.get_current_device", lambda: Device)
         yield compile_ptx
 
 
