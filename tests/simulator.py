@@ -26,6 +26,7 @@ SMALL = [
     ("numbaknn.plans.neighbors", "ONE_BLOCK", 8),
     ("numbaknn.plans.neighbors", "MOST_BLOCKS", 3),
     ("numbaknn.plans.neighbors", "SMALL_ROWS", SMALL_ROWS),
+    ("numbaknn.plans.neighbors", "MOST_CELLS_A_POINT", 2),
     ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
 ]
@@ -71,6 +72,12 @@ def is_simulated():
 def set_small_rows(rows):
     """Clouds of up to so many points are built in one block."""
     sys.modules["numbaknn.plans.neighbors"].SMALL_ROWS = rows
+
+
+def most_cells(rows):
+    from numbaknn.plans import neighbors
+
+    return neighbors.most_cells(rows)
 
 
 def call(name, *args, **kwargs):

@@ -23,8 +23,8 @@ LATER = {
 }
 
 # A simulated case may have so many rows, points and queries together. These have more and are worth it.
-MOST_SIMULATED_ROWS = 130
-ALSO_SIMULATED = {"all_points_equal"}
+MOST_SIMULATED_ROWS = 70
+ALSO_SIMULATED = {"squared_on_request"}
 
 try:
     CASES = simulator.load_cases(clouds.shared("cases", "cases.py")).CASES

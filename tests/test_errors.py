@@ -124,7 +124,6 @@ CASES = [
 ]
 
 
-@before_any_work
 def identifiers(cases):
     """The arguments of a case, short: the function, the name, what is bad about it."""
 
@@ -134,6 +133,30 @@ def identifiers(cases):
         return getattr(part, "__name__", None) or str(part)[:20]
 
     return ["-".join(map(short, case[:-2])) for case in cases]
+
+
+@before_any_work
+@pytest.mark.parametrize("function, name, value, error, shown", CASES, ids=identifiers(CASES))
+def test_one_bad_argument(function, name, value, error, shown):
+    with pytest.raises(error, match=rf"(?s)^{name} must .*{shown.format(name=name)}"):
+        function(**{name: value})
+
+
+OF_A_QUERY = [(name, *row) for name, rows in OPTIONS.items() for row in rows]
+
+
+@pytest.mark.parametrize("name, value, error, shown", OF_A_QUERY, ids=identifiers(OF_A_QUERY))
+def test_one_bad_argument_of_a_query(name, value, error, shown):
+    index = build()
+    for queries in (QUERIES, None):
+        with pytest.raises(error, match=rf"(?s)^{name} must .*{shown}"):
+            index.query(queries, **{name: value})
+
+
+@pytest.mark.parametrize("value, error, shown", CLOUD, ids=identifiers(CLOUD))
+def test_bad_queries_of_an_index(value, error, shown):
+    with pytest.raises(error, match=rf"(?s)^queries must .*{shown.format(name='queries')}"):
+        build().query(value)
 
 
 @before_any_work

@@ -194,8 +194,7 @@ def test_attributes(draws):
 
 
 @pytest.mark.parametrize("rows", [12, 40])
-@pytest.mark.parametrize("layout", ["host", "c"])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("layout, k", [("host", 1), ("c", 3)])
 def test_simulated_knn(simulated, layout, rows, k, rng):
     """Clouds that one block builds, and ones that many do."""
     draws = [(rng.random((rows, 3), F32) * scale, rng.random((9, 3), F32) * scale) for scale in (F32(1), F32(100))]

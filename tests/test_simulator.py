@@ -13,12 +13,11 @@ import pytest
 import simulator
 
 import numbaknn
-from numbaknn.plans.neighbors import most_cells
 
 F32, F64 = np.float32, np.float64
 DTYPES = pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
 
-POINTS, QUERIES = 40, 12
+POINTS, QUERIES = 36, 10
 
 
 def cpu(points, questions, **build):
@@ -50,10 +49,11 @@ SIMULATED = [(family, F32) for family in clouds.FAMILIES] + [(family, F64) for f
 def test_families(simulated, family, dtype):
     points, queries = clouds.draw(family, dtype, POINTS, QUERIES)
     bound = float(np.median(oracle.nearest(points, queries, 3)[0][:, -1]))
-    questions = [(queries, {"k": k}) for k in (1, 3, 8, 32)]
+    lengths = (1, 3, 8, 32) if family in IN_BOTH else (3, 8)
+    questions = [(queries, {"k": k}) for k in lengths]
     questions += [(None, {"k": 1}), (queries[:4], {"k": 3, "distance_upper_bound": bound, "squared": True})]
     found = both(simulated, points, questions)
-    same(found[1], oracle.nearest(points, queries, 3))
+    same(found[lengths.index(3)], oracle.nearest(points, queries, 3))
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_cell_size(simulated, size):
 def test_no_more_cells_than_allocated(simulated):
     """A cell size at which the number of cells rounds up in float32 beyond the most that a grid may have."""
     points = np.linspace(0, 1, 20, dtype=F32)[:, None]
-    size = 1 / most_cells(len(points)) * (1 + 1e-9)
+    size = 1 / simulated(simulator.most_cells, len(points)) * (1 + 1e-9)
     both(simulated, points, [(points, {"k": 3})], cell_size=size)
 
 
@@ -126,8 +126,8 @@ def test_options(simulated):
 @pytest.mark.parametrize("k", [1, 3])
 def test_rows_that_are_not_finite(simulated, k):
     points, queries = clouds.draw("cube", F32, POINTS, QUERIES)
-    points[[0, 5, 39], [0, 1, 2]] = np.nan, np.inf, -np.inf
-    queries[[2, 11], [1, 0]] = np.nan, np.inf
+    points[[0, 5, 35], [0, 1, 2]] = np.nan, np.inf, -np.inf
+    queries[[2, 9], [1, 0]] = np.nan, np.inf
     options = {"k": k, "check_finite": False}
     found = simulated(simulator.call, "knn", points, queries, **options)
     same(found, oracle.nearest(points, queries, k))
@@ -198,13 +198,13 @@ def test_queries_on_the_device_are_not_checked(simulated):
 @pytest.mark.parametrize("layout", ["c", "fortran"])
 def test_the_first_bad_row_on_the_device(simulated, layout):
     points, queries = clouds.draw("cube", F32, POINTS, QUERIES)
-    points[[37, 13, 14], [0, 2, 1]] = np.nan, np.inf, np.nan
-    queries[[9, 11]] = -np.inf
+    points[[35, 13, 14], [0, 2, 1]] = np.nan, np.inf, np.nan
+    queries[[8, 9]] = -np.inf
     with pytest.raises(ValueError, match=r"points .*row 13\b.*inf"):
         simulated(simulator.index_on_device, points, queries, layout)
     with pytest.raises(ValueError, match=r"points .*row 13\b"):
         simulated(simulator.knn_on_device, points, queries, layout, check_finite=True)
-    with pytest.raises(ValueError, match=r"queries .*row 9\b"):
+    with pytest.raises(ValueError, match=r"queries .*row 8\b"):
         simulated(simulator.knn_on_device, points[:5], queries, layout, check_finite=True)
 
 
@@ -225,17 +225,16 @@ def test_device_arrays_and_the_cpu(simulated):
 @pytest.mark.parametrize("weights", ["distance", "uniform"])
 def test_interpolate_means(simulated, weights, dtype, rng):
     points, queries = clouds.draw("lattice", dtype, POINTS, QUERIES)
-    for shape in ((POINTS,), (POINTS, 2)):
-        values = rng.normal(size=shape).astype(dtype)
-        right = numbaknn.interpolate(points, values, queries, k=3, weights=weights, target="cpu")
-        name, found = simulated(simulator.interpolate_on_device, points, values, queries, k=3, weights=weights)
-        assert name == "FakeCUDAArray"
-        np.testing.assert_array_equal(found, right, strict=True)
+    values = rng.normal(size=(POINTS, 2) if weights == "distance" else POINTS).astype(dtype)
+    right = numbaknn.interpolate(points, values, queries, k=3, weights=weights, target="cpu")
+    name, found = simulated(simulator.interpolate_on_device, points, values, queries, k=3, weights=weights)
+    assert name == "FakeCUDAArray"
+    np.testing.assert_array_equal(found, right, strict=True)
     found = simulated(simulator.call, "interpolate", points, values, queries, k=3, weights=weights)
     np.testing.assert_array_equal(found, right, strict=True)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "bool", "uint16", "float32", "int64", "complex128", "i4,f4", "V3"])
+@pytest.mark.parametrize("dtype", ["bool", "uint16", "float32", "complex128", "V3"])
 def test_interpolate_copies(simulated, dtype, rng):
     points, queries = clouds.draw("cube", F32, POINTS, QUERIES)
     size = np.dtype(dtype).itemsize
@@ -245,8 +244,7 @@ def test_interpolate_copies(simulated, dtype, rng):
     np.testing.assert_array_equal(found, right, strict=True)
 
 
-@pytest.mark.parametrize("values_layout", ["c", "fortran", "every other row", "columns of a wider one"])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("values_layout, k", [("fortran", 1), *((layout, 3) for layout in LAYOUTS)])
 def test_interpolate_strided_values(simulated, values_layout, k, rng):
     points, queries = clouds.draw("cube", F32, POINTS, QUERIES)
     values = rng.normal(size=(POINTS, 3))
@@ -255,11 +253,8 @@ def test_interpolate_strided_values(simulated, values_layout, k, rng):
     np.testing.assert_array_equal(found, right, strict=True)
 
 
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("dtype", [F32, F64, np.int32, np.complex64])
+@pytest.mark.parametrize("dtype, k", [(F32, 3), (F64, 1), (np.int32, 1), (np.int32, 3), (np.complex64, 1)])
 def test_interpolate_for_a_query_without_neighbours(simulated, dtype, k, rng):
-    if k > 1 and dtype is np.complex64:
-        pytest.skip("complex values are copied, not averaged")
     points, queries = clouds.draw("cube", F32, POINTS, QUERIES)
     queries[3] = np.nan
     values = rng.integers(1, 9, POINTS).astype(dtype)
