@@ -4,7 +4,7 @@ Plain arithmetic in the precision of the points, shared by the CPU loops and the
 how a grid was chosen, and no answer does: cells only decide what need not be looked at.
 
 A grid is two small arrays. ``frame`` holds reals: the lower corner (x, y, z), the extents (x, y, z), the side of a
-cell, its reciprocal, the relative slack of a bound, and the longest extent. ``shape`` holds the number of cells along x,
+cell, its reciprocal, the relative slack of a bound, the longest extent, and the smallest normal real. ``shape`` holds the number of cells along x,
 y and z. Cells are cubes; x varies fastest.
 """
 
@@ -15,13 +15,13 @@ import math
 import numpy as np
 
 from numbaknn.jit import device
-from numbaknn.lanes import as_type_of, product, total
+from numbaknn.lanes import as_type_of, product, root, total
 
-FRAME_LENGTH = 10
+FRAME_LENGTH = 11
 SHAPE_LENGTH = 3
 
 # Positions in `frame`
-LOW, EXTENT, CELL, PER_CELL, SLACK, LONGEST = 0, 3, 6, 7, 8, 9
+LOW, EXTENT, CELL, PER_CELL, SLACK, LONGEST, SMALLEST = 0, 3, 6, 7, 8, 9, 10
 
 # The longest row of cells. Far below 2^24, where float32 stops counting, so that cells stay wider than the rounding.
 MOST_CELLS_AN_AXIS = 1 << 20
@@ -50,8 +50,9 @@ def square_distance(dx, dy, dz):
 
 @device
 def is_finite(x, y, z):
-    """Whether a point has three finite coordinates: only infinities and NaN differ from themselves by other than 0."""
-    return (x - x) + (y - y) + (z - z) == 0
+    """Whether a point has three finite coordinates."""
+    infinity = as_type_of(math.inf, x)
+    return abs(x) < infinity and abs(y) < infinity and abs(z) < infinity
 
 
 @device
@@ -69,18 +70,35 @@ def read_point(coordinates, row, dimensions):
 
 
 @device
-def cell_along(offset, per_cell, count):
-    """The cell along one axis of a coordinate `offset` beyond the lower corner, clamped to the grid.
+def between(value, last):
+    """`value` moved into 0..last, as an integer; 0 for a NaN. `last` is of the type of `value`.
 
-    Monotone in the coordinate: subtraction, product and truncation never change the order of two points. The clamps come
-    before the conversion to an integer, which is undefined for what doesn't fit (an infinite offset, a NaN).
+    It is moved before the conversion, which is undefined for what doesn't fit.
     """
-    scaled = product(offset, per_cell)
-    if not scaled > 0:
-        return np.int32(0)
-    if scaled >= as_type_of(count, offset):
-        return np.int32(count - 1)
-    return np.int32(scaled)
+    value = value if value > 0 else as_type_of(0, value)
+    return np.int32(value if value < last else last)
+
+
+@device
+def between_or_last(value, last):
+    """The same, but `last` for a NaN."""
+    value = value if value < last else last
+    return np.int32(value if value > 0 else as_type_of(0, value))
+
+
+@device
+def last_cell(count, like):
+    """The number of the last cell of an axis, as a real."""
+    return as_type_of(np.int32(count - 1), like)
+
+
+@device
+def cell_along(offset, per_cell, last):
+    """The cell, 0..last, along one axis of a coordinate `offset` beyond the lower corner, clamped to the grid.
+
+    Monotone in the coordinate: subtraction, product and truncation never change the order of two points.
+    """
+    return between(product(offset, per_cell), last)
 
 
 @device
@@ -89,12 +107,7 @@ def vertex_along(offset, per_cell, count):
 
     Any vertex would do: it decides where a search starts, not what it finds.
     """
-    scaled = total(product(offset, per_cell), as_type_of(0.5, offset))
-    if not scaled > 0:
-        return np.int32(0)
-    if scaled >= as_type_of(count, offset):
-        return np.int32(count)
-    return np.int32(scaled)
+    return between(total(product(offset, per_cell), as_type_of(0.5, offset)), as_type_of(np.int32(count), offset))
 
 
 @device
@@ -107,16 +120,17 @@ def row_of(cell_y, cell_z, count_x, count_y):
 def read_grid(frame, shape):
     """What `cell_of` needs of a grid: read once, ahead of a loop whose stores might, for all the compiler knows, change
     it."""
-    return frame[LOW], frame[LOW + 1], frame[LOW + 2], frame[PER_CELL], shape[0], shape[1], shape[2]
+    last = last_cell(shape[0], frame[LOW]), last_cell(shape[1], frame[LOW]), last_cell(shape[2], frame[LOW])
+    return frame[LOW], frame[LOW + 1], frame[LOW + 2], frame[PER_CELL], last, shape[0], shape[1]
 
 
 @device
 def cell_of(x, y, z, grid):
     """The number of the cell of a point; `grid` is what read_grid read."""
-    low_x, low_y, low_z, per_cell, count_x, count_y, count_z = grid
-    cell_x = cell_along(x - low_x, per_cell, count_x)
-    cell_y = cell_along(y - low_y, per_cell, count_y)
-    cell_z = cell_along(z - low_z, per_cell, count_z)
+    low_x, low_y, low_z, per_cell, last, count_x, count_y = grid
+    cell_x = cell_along(x - low_x, per_cell, last[0])
+    cell_y = cell_along(y - low_y, per_cell, last[1])
+    cell_z = cell_along(z - low_z, per_cell, last[2])
     return np.int32(row_of(cell_y, cell_z, count_x, count_y) + cell_x)
 
 
@@ -189,22 +203,44 @@ def reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, f
     return positive(cell - max(away_x, max(away_y, away_z)) - slack)
 
 
+# The other way round: a point whose square, as computed, is no more than `limit`, while the squares of its other two
+# axes are no less than `others`, is off by |d| <= sqrt((limit - others) + 4 u (limit + others)) along this axis: each of
+# the two sums and the product has rounded once. The relative slack is 16 u, and the smallest normal real is more than
+# products lose that underflow. So |q - x| <= reach (1 + 3 u), and where
+# reach <= extent + |offset of q|, the roundings that lead from there to the offset of x stay below the slack of the axis,
+# as above; where reach is larger, the cells end at the walls of the grid anyway. `cell_along` is monotone, so x lies in
+# the cells that `cells_within` gives. If `others` overflows, no point is as near as a finite limit.
+
+
+@device
+def cells_within(offset, slack, count, limit, others, frame):
+    """(first, last) cell along one axis that can hold a point whose square is no more than `limit`, if the squares of its
+    differences along the other axes come to `others` or more."""
+    rounding = total(product(frame[SLACK], total(limit, others)), frame[SMALLEST])
+    reach = root(positive(total(total(limit, -others), rounding)))
+    last = last_cell(count, offset)
+    first = between(product(offset - reach - slack, frame[PER_CELL]), last)
+    return first, between_or_last(product(offset + reach + slack, frame[PER_CELL]), last)
+
+
 # -- Choosing the cells ----------------------------------------------------------------------------------------------
 
 
 @device
-def lattice_scale(longest):
-    """Lattice cells per unit of length, the finest lattice laid over the longest axis. 0 for a cloud of no extent."""
-    scale = FINEST_LATTICE / longest if longest > 0 else 0.0
-    return scale if math.isfinite(scale) else 0.0
+def lattice_scale(half):
+    """Lattice cells per unit of length, the finest lattice laid over the longest axis, of which `half` is the half: the
+    whole could overflow. 0 for a cloud of no extent."""
+    scale = as_type_of(FINEST_LATTICE // 2, half) / half if half > 0 else as_type_of(0, half)
+    return scale if math.isfinite(scale) else as_type_of(0, half)
 
 
 @device
 def lattice_cell(x, y, z, low_x, low_y, low_z, scale):
     """The cell of a point on the finest lattice."""
-    cell_x = cell_along(x - low_x, scale, FINEST_LATTICE)
-    cell_y = cell_along(y - low_y, scale, FINEST_LATTICE)
-    cell_z = cell_along(z - low_z, scale, FINEST_LATTICE)
+    last = as_type_of(FINEST_LATTICE - 1, x)
+    cell_x = cell_along(x - low_x, scale, last)
+    cell_y = cell_along(y - low_y, scale, last)
+    cell_z = cell_along(z - low_z, scale, last)
     return (cell_z * FINEST_LATTICE + cell_y) * FINEST_LATTICE + cell_x
 
 
@@ -267,6 +303,7 @@ def write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, s
         longest = max(longest, extent)
     frame[SLACK] = 8.0 * eps
     frame[LONGEST] = longest
+    frame[SMALLEST] = smallest
     # Without extent, or with one so small that 1 / cell overflows, there is one cell. Its side may be anything.
     if not longest > smallest * MOST_CELLS_AN_AXIS * 4:
         frame[CELL], frame[PER_CELL] = 1, 0

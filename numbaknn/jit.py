@@ -85,14 +85,22 @@ def part_of_loop(function):
     return _stamped(numba.njit(cache=True, error_model="numpy", **_BORROWING)(function))
 
 
-def kernel(function):
+def kernel(function=None):
     """A CUDA kernel, compiled at its first launch and kept on disk for the next process.
 
-    Link-time optimisation is off: the PTX that the tests read is then the PTX that runs.
+    ``@kernel(threads)`` is for blocks of at most so many threads, among which the registers of a multiprocessor have to
+    be shared out. Link-time optimisation is off: the PTX that the tests read is then the PTX that runs.
     """
+    if not isinstance(function, python.FunctionType):
+        threads = function
+        return lambda function: _kernel(function, {"launch_bounds": threads})
+    return _kernel(function, {})
+
+
+def _kernel(function, options):
     if SIMULATED:
         return cuda.jit(_as_python(function, modules={}))
-    return _stamped(cuda.jit(cache=True, lto=False)(function))
+    return _stamped(cuda.jit(cache=True, lto=False, **options)(function))
 
 
 def instruction(python_twin):
@@ -131,12 +139,22 @@ def _stamped(dispatcher):
     return dispatcher
 
 
+class _CudaOfKernel:
+    """What the name `cuda` stands for in the module of a simulated kernel, at this moment."""
+
+    def __init__(self, names):
+        self._names = names
+
+    def __getattr__(self, name):
+        return getattr(self._names["cuda"], name)
+
+
 def _as_python(function, modules):
     """`function` as the simulator can run it: compiled functions and instructions among its globals and its closure
     replaced, recursively, by the Python behind them.
 
-    `modules` holds the replaced globals of each module met so far. Functions of one module share them, as the simulator
-    swaps the name `cuda` in there.
+    `modules` holds the replaced globals of each module met so far, the kernel's first. Functions of one module share them:
+    the simulator swaps the name `cuda` among the globals of the kernel, and other modules look it up there.
     """
 
     def replaced(value):
@@ -148,7 +166,10 @@ def _as_python(function, modules):
 
     names = modules.get(id(function.__globals__))
     if names is None:
+        kernel_names = next(iter(modules.values()), None)
         names = modules[id(function.__globals__)] = dict(function.__globals__)
         names.update((name, replaced(value)) for name, value in function.__globals__.items())
+        if kernel_names is not None and names.get("cuda") is cuda:
+            names["cuda"] = _CudaOfKernel(kernel_names)
     cells = tuple(python.CellType(replaced(cell.cell_contents)) for cell in function.__closure__ or ())
     return python.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells or None)

@@ -152,6 +152,35 @@ def rarely(typing, condition):
     return types.boolean(types.boolean), lower
 
 
+# -- Straight-line code ----------------------------------------------------------------------------------------------
+
+
+def _python_fold(function, state, items, others):
+    for item in items:
+        state = function(state, item, others)
+    return state
+
+
+@instruction(_python_fold)
+def fold(typing, function, state, items, others):
+    """state = function(state, item, others) for every item of a tuple, written out one after the other.
+
+    A loop over a tuple looks its items up by a number, which keeps them from being registers. `function` is a
+    `jit.device` function that returns a state of the type of `state`.
+    """
+    step = function.get_call_type(typing, (state, items.dtype, others), {})
+
+    def lower(context, builder, signature, arguments):
+        _, value, packed, rest = arguments
+        call = context.get_function(function, step)
+        for item in cgutils.unpack_tuple(builder, packed, len(items)):
+            value = context.cast(builder, value, state, step.args[0])
+            value = context.cast(builder, call(builder, (value, item, rest)), step.return_type, state)
+        return value
+
+    return state(function, state, items, others), lower
+
+
 # -- Packed points ---------------------------------------------------------------------------------------------------
 #
 # A packed table is a flat array of four reals a point: x, y, z and the bits of the point's index. In float32 that is 16

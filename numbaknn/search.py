@@ -16,11 +16,11 @@ from numbaknn.geometry import (
     PER_CELL,
     SLACK,
     cell_along,
-    gap_above,
+    cells_within,
     gap_at,
-    gap_below,
     gap_to_all,
     is_finite,
+    last_cell,
     reach_of_block,
     read_point,
     row_of,
@@ -72,127 +72,113 @@ def scan(x, y, z, itself, first, last, table, squares, indices):
 
 
 @device
-def bound(axis, gap, all_xx, all_yy, all_zz):
-    """The least square of a point that is `gap` or more away along one axis, and along the others as far as all are.
+def place_along(offset, extent, per_cell, count, relative_slack):
+    """Where a query stands along one axis: (offset, slack, nearest vertex, own cell, what every point is away at least).
 
-    The sum is the one of square_distance, term by term, so that its roundings are too.
+    The last is zero unless the query lies outside the grid.
     """
-    if axis == 0:
-        return total(total(product(gap, gap), all_yy), all_zz)
-    if axis == 1:
-        return total(total(all_xx, product(gap, gap)), all_zz)
-    return total(total(all_xx, all_yy), product(gap, gap))
+    slack = slack_of(offset, extent, relative_slack)
+    vertex = vertex_along(offset, per_cell, count)
+    home = cell_along(offset, per_cell, last_cell(count, offset))
+    return offset, slack, vertex, home, gap_to_all(offset, extent, slack)
 
 
 @device
-def lowest_cell(axis, offset, home, end, cell, slack, all_xx, all_yy, all_zz, limit):
-    """The lowest cell along an axis, not below `end`, that can hold a point whose square is no more than `limit`."""
-    row = home
-    while row > end and bound(axis, gap_below(offset, row - 1, cell, slack), all_xx, all_yy, all_zz) <= limit:
-        row = np.int32(row - 1)
-    return row
+def place_of(x, y, z, frame, shape):
+    """Where a query stands, along each axis."""
+    per_cell, relative = frame[PER_CELL], frame[SLACK]
+    return (
+        place_along(x - frame[LOW], frame[EXTENT], per_cell, shape[0], relative),
+        place_along(y - frame[LOW + 1], frame[EXTENT + 1], per_cell, shape[1], relative),
+        place_along(z - frame[LOW + 2], frame[EXTENT + 2], per_cell, shape[2], relative),
+    )
 
 
 @device
-def highest_cell(axis, offset, home, end, cell, slack, all_xx, all_yy, all_zz, limit):
-    """The highest such cell, not above `end`."""
-    row = home
-    while row < end and bound(axis, gap_above(offset, row + 1, cell, slack), all_xx, all_yy, all_zz) <= limit:
-        row = np.int32(row + 1)
-    return row
+def cells_of_ball(along, radius, limit, others, count, frame):
+    """(first, last) cell along one axis that can hold a point whose square is no more than `limit`, of those no more than
+    `radius` cells from the vertex. The squares along the other axes come to `others` or more."""
+    offset, slack, vertex, _, _ = along
+    first, last = cells_within(offset, slack, count, limit, others, frame)
+    return max(first, np.int32(vertex - radius)), min(last, np.int32(vertex + radius - 1))
 
 
-@seldom
-def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
-    """Go on from the first block of `search` until nothing nearer can be left.
+@device
+def rows_of_ball(place, radius, limit, frame, shape):
+    """The same for y and z: (first y, last y, first z, last z)."""
+    along_x, along_y, along_z = place
+    all_xx, all_yy, all_zz = square_of_gap(along_x), square_of_gap(along_y), square_of_gap(along_z)
+    first_y, last_y = cells_of_ball(along_y, radius, limit, total(all_xx, all_zz), shape[1], frame)
+    first_z, last_z = cells_of_ball(along_z, radius, limit, total(all_xx, all_yy), shape[2], frame)
+    return first_y, last_y, first_z, last_z
+
+
+@device
+def square_of_gap(along):
+    """The square of the gap along one axis to all cells."""
+    return product(along[4], along[4])
+
+
+@device
+def square_of_gap_to(along, row, cell):
+    """The square of the gap along one axis to the cells of this number."""
+    offset, slack, _, home, to_all = along
+    gap = gap_at(offset, home, row, to_all, cell, slack)
+    return product(gap, gap)
+
+
+@device
+def next_radius(radius, whole, full):
+    """How many cells from the vertex a search looks next, after `radius`; `whole` is the end.
 
     Once the list is full, whatever can still enter it lies in the ball of its last square: one pass over the cells that
     the ball touches ends the search. Until then the block is doubled.
     """
-    cell, per_cell = frame[CELL], frame[PER_CELL]
-    offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
-    slack_x = slack_of(offset_x, frame[EXTENT], frame[SLACK])
-    slack_y = slack_of(offset_y, frame[EXTENT + 1], frame[SLACK])
-    slack_z = slack_of(offset_z, frame[EXTENT + 2], frame[SLACK])
-    count_x, count_y, count_z = shape[0], shape[1], shape[2]
-    vertex_x = vertex_along(offset_x, per_cell, count_x)
-    vertex_y = vertex_along(offset_y, per_cell, count_y)
-    vertex_z = vertex_along(offset_z, per_cell, count_z)
-    home_x = cell_along(offset_x, per_cell, count_x)
-    home_y = cell_along(offset_y, per_cell, count_y)
-    home_z = cell_along(offset_z, per_cell, count_z)
-    # What every point is away at least, along each axis: zero unless the query lies outside the grid.
-    all_x = gap_to_all(offset_x, frame[EXTENT], slack_x)
-    all_y = gap_to_all(offset_y, frame[EXTENT + 1], slack_y)
-    all_z = gap_to_all(offset_z, frame[EXTENT + 2], slack_z)
-    all_xx, all_yy, all_zz = product(all_x, all_x), product(all_y, all_y), product(all_z, all_z)
+    return whole if full else np.int32(min(2 * radius, whole))
 
+
+@seldom
+def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
+    """Go on from the first block of `search` until nothing nearer can be left."""
+    cell = frame[CELL]
+    place = place_of(x, y, z, frame, shape)
+    along_x, along_y, along_z = place
+    vertex_x, vertex_y, vertex_z = along_x[2], along_y[2], along_z[2]
+    all_xx = square_of_gap(along_x)
     # The block of `done` cells on both sides of the vertex has been seen; now comes the one of `radius`.
-    radius, whole = np.int32(1), max(count_x, max(count_y, count_z))
+    radius, whole = np.int32(1), max(shape[0], max(shape[1], shape[2]))
     while radius < whole:
         done = radius
-        radius = whole if indices[-1] < missing else np.int32(min(2 * radius, whole))
-        limit = squares[-1]
-        end_x = np.int32(max(vertex_x - radius, 0))
-        end_y = np.int32(max(vertex_y - radius, 0))
-        end_z = np.int32(max(vertex_z - radius, 0))
-        low_x = lowest_cell(0, offset_x, home_x, end_x, cell, slack_x, all_xx, all_yy, all_zz, limit)
-        low_y = lowest_cell(1, offset_y, home_y, end_y, cell, slack_y, all_xx, all_yy, all_zz, limit)
-        low_z = lowest_cell(2, offset_z, home_z, end_z, cell, slack_z, all_xx, all_yy, all_zz, limit)
-        end_x = np.int32(min(vertex_x + radius, count_x) - 1)
-        end_y = np.int32(min(vertex_y + radius, count_y) - 1)
-        end_z = np.int32(min(vertex_z + radius, count_z) - 1)
-        high_x = highest_cell(0, offset_x, home_x, end_x, cell, slack_x, all_xx, all_yy, all_zz, limit)
-        high_y = highest_cell(1, offset_y, home_y, end_y, cell, slack_y, all_xx, all_yy, all_zz, limit)
-        high_z = highest_cell(2, offset_z, home_z, end_z, cell, slack_z, all_xx, all_yy, all_zz, limit)
-
-        for row_z in range(low_z, np.int32(high_z + 1)):
-            gap_z = gap_at(offset_z, home_z, row_z, all_z, cell, slack_z)
-            gap_zz = product(gap_z, gap_z)
+        radius = next_radius(radius, whole, indices[-1] < missing)
+        first_y, last_y, first_z, last_z = rows_of_ball(place, radius, squares[-1], frame, shape)
+        for row_z in range(first_z, np.int32(last_z + 1)):
+            gap_zz = square_of_gap_to(along_z, row_z, cell)
             seen_z = vertex_z - done <= row_z and row_z < vertex_z + done
-            for row_y in range(low_y, np.int32(high_y + 1)):
-                gap_y = gap_at(offset_y, home_y, row_y, all_y, cell, slack_y)
-                gap_yy = product(gap_y, gap_y)
+            for row_y in range(first_y, np.int32(last_y + 1)):
+                gap_yy = square_of_gap_to(along_y, row_y, cell)
                 if total(total(all_xx, gap_yy), gap_zz) > squares[-1]:
                     continue
-                row = row_of(row_y, row_z, count_x, count_y)
-                # Of a row that runs through the block already seen only the two ends are new.
-                seen = seen_z and vertex_y - done <= row_y and row_y < vertex_y + done
-                for part in range(2 if seen else 1):
-                    first = np.int32(vertex_x + done) if part == 1 else low_x
-                    last = np.int32(vertex_x - done - 1) if seen and part == 0 else high_x
-                    while first <= last and first < home_x:
-                        gap_x = gap_below(offset_x, first, cell, slack_x)
-                        if total(total(product(gap_x, gap_x), gap_yy), gap_zz) <= squares[-1]:
-                            break
-                        first = np.int32(first + 1)
-                    while first <= last and last > home_x:
-                        gap_x = gap_above(offset_x, last, cell, slack_x)
-                        if total(total(product(gap_x, gap_x), gap_yy), gap_zz) <= squares[-1]:
-                            break
-                        last = np.int32(last - 1)
-                    if first <= last:
-                        squares, indices = scan(
-                            x,
-                            y,
-                            z,
-                            itself,
-                            starts[np.uintp(row + first)],
-                            starts[np.uintp(row + last + 1)],
-                            table,
-                            squares,
-                            indices,
-                        )
+                row = row_of(row_y, row_z, shape[0], shape[1])
+                first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
+                if seen_z and vertex_y - done <= row_y and row_y < vertex_y + done:
+                    # a row that runs through the block already seen: only the two ends are new
+                    end = np.int32(min(vertex_x - done - 1, last))
+                    if first <= end:
+                        slot, end = starts[np.uintp(row + first)], starts[np.uintp(row + end + 1)]
+                        squares, indices = scan(x, y, z, itself, slot, end, table, squares, indices)
+                    first = np.int32(max(vertex_x + done, first))
+                if first <= last:
+                    slot, end = starts[np.uintp(row + first)], starts[np.uintp(row + last + 1)]
+                    squares, indices = scan(x, y, z, itself, slot, end, table, squares, indices)
     return squares, indices
 
 
 @device
-def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
-    """The list (squares, indices) after every point that comes before its last slot has taken its place.
+def look_around(x, y, z, itself, table, starts, frame, shape, squares, indices):
+    """The list after the 2 x 2 x 2 cells around the vertex nearest to a query, and whether nothing nearer can be left.
 
-    x, y, z: the query, finite. itself: the index of a point that must not be found, -1 for none. The list comes in
-    filled with a sentinel, the largest square that may be found and an index above all others, so that "comes before
-    the last slot" is the only question asked of a point.
+    These cells reach half a cell or more in every direction. Nothing is known yet that could spare one, so there is
+    nothing to ask. The row of the query's own cell comes first: after it, less of what follows is nearer.
     """
     per_cell = frame[PER_CELL]
     offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
@@ -200,10 +186,6 @@ def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indic
     vertex_x = vertex_along(offset_x, per_cell, count_x)
     vertex_y = vertex_along(offset_y, per_cell, count_y)
     vertex_z = vertex_along(offset_z, per_cell, count_z)
-
-    # The first block: the 2 x 2 x 2 cells around that vertex, which reach half a cell or more in every direction. Nothing
-    # is known yet that could spare a cell, so there is nothing to ask. The row of the query's own cell comes first: after
-    # it, less of what follows is nearer.
     first_x, last_x = np.int32(max(vertex_x - 1, 0)), np.int32(min(vertex_x, count_x - 1))
     cell = frame[CELL]
     above_y = 1 if offset_y >= product(as_type_of(vertex_y, cell), cell) else 0
@@ -219,12 +201,49 @@ def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indic
             row = row_of(row_y, row_z, count_x, count_y)
             first, last = starts[np.uintp(row + first_x)], starts[np.uintp(row + last_x + 1)]
             squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)
-
     # Equal is not enough to stop: a point just outside could have the lower index.
     reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)
-    if product(reach, reach) > squares[-1]:
+    return squares, indices, product(reach, reach) > squares[-1]
+
+
+@device
+def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
+    """The list (squares, indices) after every point that comes before its last slot has taken its place.
+
+    x, y, z: the query, finite. itself: the index of a point that must not be found, -1 for none. The list comes in
+    filled with a sentinel, the largest square that may be found and an index above all others, so that "comes before
+    the last slot" is the only question asked of a point.
+    """
+    squares, indices, complete = look_around(x, y, z, itself, table, starts, frame, shape, squares, indices)
+    if complete:
         return squares, indices
     return widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indices)
+
+
+@device
+def search_part_of_ball(part, parts, x, y, z, itself, radius, table, starts, frame, shape, squares, indices):
+    """The list after every `parts`-th row, from `part` on, of the cells that `widen` would look at next.
+
+    For threads that share a query. What has been seen is looked at again, which changes no list of one: a point that is in
+    it does not come before itself.
+    """
+    cell = frame[CELL]
+    place = place_of(x, y, z, frame, shape)
+    along_x, along_y, along_z = place
+    first_y, last_y, first_z, last_z = rows_of_ball(place, radius, squares[-1], frame, shape)
+    rows_y = np.uint32(last_y - first_y + 1)
+    number, rows = np.uint32(part), np.uint32(rows_y * np.uint32(last_z - first_z + 1))
+    while number < rows:
+        row_y = np.int32(first_y + np.int32(number % rows_y))
+        row_z = np.int32(first_z + np.int32(number // rows_y))
+        gap_yy, gap_zz = square_of_gap_to(along_y, row_y, cell), square_of_gap_to(along_z, row_z, cell)
+        first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
+        if first <= last:
+            row = row_of(row_y, row_z, shape[0], shape[1])
+            first, last = starts[np.uintp(row + first)], starts[np.uintp(row + last + 1)]
+            squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)
+        number = np.uint32(number + np.uint32(parts))
+    return squares, indices
 
 
 @device
@@ -261,6 +280,19 @@ def write_overflown(x, y, z, itself, points, dimensions, count, first, found, wa
 
 
 @device
+def write_answer(
+    row, x, y, z, itself, points, point_count, dimensions, starts, shape, bounded, k, squared, distances, indices, found
+):
+    """Write the list `found`, a pair (squares, indices), to the output's row, and behind it points whose squares overflow."""
+    missing = as_type_of(point_count, found[1][0])
+    count = write_found(found[0], found[1], len(found[0]) - k, row * k, missing, squared, distances, indices)
+    if count < k and not bounded and is_finite(x, y, z):
+        others = int(starts[int(shape[0]) * int(shape[1]) * int(shape[2])]) - (1 if itself >= 0 else 0)
+        wanted = min(k, others)
+        write_overflown(x, y, z, itself, points, dimensions, point_count, row * k, count, wanted, indices)
+
+
+@device
 def answer(
     row,
     queries,
@@ -293,13 +325,26 @@ def answer(
     squares_list = filled(limit, as_type_of(-2, limit), blocked, slots)
     indices_list = filled(missing, as_type_of(-1, missing), blocked, slots)
     itself = row if among_themselves else -1
-    solid = is_finite(x, y, z)
-    if solid:
+    if is_finite(x, y, z):
         squares_list, indices_list = search(
             x, y, z, itself, table, starts, frame, shape, missing, squares_list, indices_list
         )
-    found = write_found(squares_list, indices_list, blocked, row * k, missing, squared, distances, indices)
-    if solid and not bounded and found < k:
-        others = int(starts[int(shape[0]) * int(shape[1]) * int(shape[2])]) - (1 if among_themselves else 0)
-        wanted = min(k, others)
-        write_overflown(x, y, z, itself, points, dimensions, point_count, row * k, found, wanted, indices)
+    found = squares_list, indices_list
+    write_answer(
+        row,
+        x,
+        y,
+        z,
+        itself,
+        points,
+        point_count,
+        dimensions,
+        starts,
+        shape,
+        bounded,
+        k,
+        squared,
+        distances,
+        indices,
+        found,
+    )

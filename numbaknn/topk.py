@@ -23,8 +23,8 @@ def capacity(k):
 
 @device
 def before(square, index, other_square, other_index):
-    """The order of neighbours: by the square, equal squares by the lower index."""
-    return square < other_square or (square == other_square and index < other_index)
+    """The order of neighbours: by the square, equal squares by the lower index. Without a branch."""
+    return (square < other_square) | ((square == other_square) & (index < other_index))
 
 
 @instruction(lambda value, blocked, count, slots: (blocked,) * count + (value,) * (len(slots) - count))

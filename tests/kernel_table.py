@@ -16,6 +16,7 @@ from numba import cuda, types
 
 from numbaknn.kernels import binning, copying, interpolation, neighbors
 from numbaknn.launch import has_device
+from numbaknn.plans.neighbors import BUILDING_THREADS
 from numbaknn.topk import CAPACITIES
 
 REAL = "REAL"
@@ -51,6 +52,8 @@ class Entry:
     loads: int = 0
     stores: int = 0
     fused: bool = False
+    reals: tuple = (types.float32, types.float64)
+    threads: int | None = None
     own: dict = field(default_factory=dict)
 
 
@@ -69,8 +72,6 @@ KERNELS = {
     "scan_sums_kernel": Entry(binning.scan_sums_kernel, (28,)),
     "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
     "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
-    # one block of 1,024 threads in float32, where 64 registers a thread are all that there are, and of 512 in float64
-    "build_kernel": Entry(binning.build_kernel, (53, 68), stores=1, fused=True),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
     "convert_kernel": Entry(copying.convert_kernel, (12,), own={"source": types.float32, "target": types.float64}),
     "take_rows_kernel": Entry(
@@ -78,11 +79,24 @@ KERNELS = {
     ),
     "interpolate_kernel": Entry(interpolation.interpolate_kernel, (42, 42), own={"values": types.float64}),
 }
-KNN_REGISTERS = {1: (76, 109), 2: (67, 98), 4: (79, 106), 8: (90, 154), 16: (119, 193), 32: (176, 248)}
-KERNELS |= {
-    f"knn_kernel[{capacity}]": Entry(neighbors.knn_kernel(capacity), KNN_REGISTERS[capacity], loads=1)
-    for capacity in CAPACITIES
-}
+# One block of 1,024 threads in float32, where 64 registers a thread are all that there are, and of 512 in float64.
+for itemsize, reals in ((4, (types.float32,)), (8, (types.float64,))):
+    for dimensions in (1, 2, 3):
+        threads = BUILDING_THREADS[itemsize]
+        KERNELS[f"build_kernel[{threads}, {dimensions}]"] = Entry(
+            binning.build_kernel(threads, dimensions),
+            (64,) if itemsize == 4 else (128,),
+            fused=True,
+            reals=reals,
+            threads=threads,
+        )
+KNN_REGISTERS = {2: (67, 98), 4: (79, 106), 8: (90, 154), 16: (119, 193), 32: (176, 248)}
+for among_themselves in (False, True):
+    for capacity in CAPACITIES[1:]:
+        kernel = neighbors.knn_kernel(capacity, among_themselves)
+        KERNELS[f"knn_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, KNN_REGISTERS[capacity], loads=1)
+    kernel = neighbors.nearest_kernel(among_themselves)
+    KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (80, 120), loads=1)
 
 
 def signature(entry, real):
@@ -101,7 +115,7 @@ def signature(entry, real):
 def variants():
     """(identifier, entry, type of reals, number of the variant) of everything that is compiled."""
     for name, entry in KERNELS.items():
-        for number, real in enumerate((types.float32, types.float64)[: len(entry.registers)]):
+        for number, real in enumerate(entry.reals[: len(entry.registers)]):
             yield f"{name}-{real}", entry, real, number
 
 
@@ -112,5 +126,6 @@ def compile_ptx(identifier, capability):
         device = SimpleNamespace(compute_capability=capability)
         numba.cuda.dispatcher.get_current_device = lambda: device
     entry, real = next((entry, real) for name, entry, real, _ in variants() if name == identifier)
-    ptx, _ = cuda.compile_ptx(entry.kernel.py_func, signature(entry, real), cc=capability)
+    python, types_of_arguments = entry.kernel.py_func, signature(entry, real)
+    ptx, _ = cuda.compile_ptx(python, types_of_arguments, cc=capability, launch_bounds=entry.threads)
     return ptx

@@ -12,20 +12,31 @@ import importlib.util
 import multiprocessing
 import os
 import sys
+import threading
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
+from numba import types
+from numba.np.numpy_support import as_dtype
+
+_lock = threading.Lock()
 
 # (module, name, value): blocks so small that three of them meet on a few points, and clouds of more than SMALL_ROWS
 # points built by many blocks. One place, as these names move.
 SMALL_ROWS = 16
+POINTS_A_THREAD = 8
 SMALL = [
     ("numbaknn.plans.neighbors", "BINNING_THREADS", 4),
-    ("numbaknn.plans.neighbors", "QUERY_THREADS", 4),
+    ("numbaknn.plans.neighbors", "QUERY_THREADS", 8),
     ("numbaknn.plans.neighbors", "ONE_BLOCK", 8),
     ("numbaknn.plans.neighbors", "MOST_BLOCKS", 3),
-    ("numbaknn.plans.neighbors", "SMALL_ROWS", SMALL_ROWS),
+    ("numbaknn.plans.neighbors", "SCATTERING_THREADS", 4),
+    (
+        "numbaknn.plans.neighbors",
+        "BUILDING_THREADS",
+        {4: SMALL_ROWS // POINTS_A_THREAD, 8: SMALL_ROWS // POINTS_A_THREAD},
+    ),
     ("numbaknn.plans.neighbors", "MOST_CELLS_A_POINT", 2),
     ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
@@ -50,8 +61,27 @@ def start():
         yield executor
 
 
+def _shared_array(self, shape, dtype, alignment=None):
+    """An array in shared memory, the same for all threads of the block that come along this line.
+
+    numba-cuda's own looks whether there is one and then makes it, so that two threads may get one each.
+    """
+    frame = sys._getframe(1)
+    with _lock:
+        if shape == 0:
+            return _numba_shared_array(self, shape, dtype, alignment)
+        dtype = as_dtype(dtype) if isinstance(dtype, types.Type) else dtype
+        place = frame.f_code.co_filename, frame.f_lineno
+        return self._allocations.setdefault(place, np.empty(shape, dtype))
+
+
 def _shrink():
+    global _numba_shared_array
+    from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
     import numbaknn  # noqa: F401, before its modules are looked at
+
+    _numba_shared_array, FakeCUDAShared.array = FakeCUDAShared.array, _shared_array
 
     # simulated threads are NumPy scalars, which warn where hardware doesn't
     warnings.simplefilter("ignore", RuntimeWarning)
@@ -71,7 +101,8 @@ def is_simulated():
 
 def set_small_rows(rows):
     """Clouds of up to so many points are built in one block."""
-    sys.modules["numbaknn.plans.neighbors"].SMALL_ROWS = rows
+    threads = rows // POINTS_A_THREAD
+    sys.modules["numbaknn.plans.neighbors"].BUILDING_THREADS = {4: threads, 8: threads}
 
 
 def most_cells(rows):

@@ -59,7 +59,7 @@ def test_families(simulated, family, dtype):
 @pytest.fixture
 def one_block(simulated):
     """All clouds are built in one block."""
-    simulated(simulator.set_small_rows, 1000)
+    simulated(simulator.set_small_rows, 72)
     yield
     simulated(simulator.set_small_rows, simulator.SMALL_ROWS)
 

@@ -7,6 +7,7 @@ Everything that one stage learns stays on the device for the next; the host neve
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 from numba import cuda, int32, int64
@@ -14,8 +15,10 @@ from numba import cuda, int32, int64
 from numbaknn.geometry import (
     EXTENT,
     FINEST_LATTICE,
+    FRAME_LENGTH,
     LATTICES,
     LOW,
+    SHAPE_LENGTH,
     cell_of,
     is_finite,
     lattice_cell,
@@ -25,7 +28,8 @@ from numbaknn.geometry import (
     write_frame,
 )
 from numbaknn.jit import device, kernel
-from numbaknn.lanes import as_type_of, bits_of, order_key, real_of_key, store_point
+from numbaknn.kernels.block import largest_six_in_block, sum_before, sum_in_block
+from numbaknn.lanes import as_type_of, bits_of, fold, order_key, product, real_of_key, store_point
 
 # `bounds` holds the order keys of the highest coordinates, those of the lowest ones negated, and the number of finite
 # points: seven int64.
@@ -36,6 +40,17 @@ NOTHING = -(2**63)
 
 # Marks of the finest lattice: a bit a cell, an int32 for each row along x.
 MARKS_LENGTH = FINEST_LATTICE * FINEST_LATTICE
+
+# Rows along x of a lattice and of all that are finer, lattice by lattice; 0 stands for those of more than one cell.
+ROWS_OF_LATTICES = tuple(
+    np.uint32(sum(4**finer for finer in range(max(level, 1), LATTICES))) for level in range(LATTICES)
+)
+
+# The bits of a row of marks in which cells of 1, 2, 4, ... finest cells are counted.
+FIRST_BITS = (0xFFFF, 0x5555, 0x1111, 0x0101)
+
+# Points that a thread of a block reads at a time.
+POINTS_A_THREAD = 8
 
 # Cells that one thread of a scan adds up by itself.
 CELLS_A_THREAD = 8
@@ -63,16 +78,6 @@ def clear_kernel(bounds, marks, starts):
         bounds[n] = NOTHING if n < 6 else 0
 
 
-# The bits that a row of marks uses when it has been halved once, twice, ...
-KEPT_BITS = (0x5555, 0x1111, 0x0101, 0x0001)
-
-# Lanes that reduce a list of one entry a thread: each takes every 32nd entry, which touches every bank once.
-LANES = 32
-
-# One int32 for each thread of the largest block, and one more.
-SUMS_LENGTH = 1025
-
-
 @device
 def point_or_nothing(coordinates, row, rows, dimensions):
     """(x, y, z) of a row; behind the last row a point that is not finite, which nothing is done with."""
@@ -83,92 +88,87 @@ def point_or_nothing(coordinates, row, rows, dimensions):
 
 
 @device
-def four_points(coordinates, row, step, rows, dimensions):
-    """The points of four rows: all are on their way before the first is needed."""
+def points_of_thread(coordinates, row, step, rows, dimensions):
+    """The points of eight rows: all are on their way before the first is needed."""
     return (
         point_or_nothing(coordinates, row, rows, dimensions),
         point_or_nothing(coordinates, row + step, rows, dimensions),
         point_or_nothing(coordinates, row + 2 * step, rows, dimensions),
         point_or_nothing(coordinates, row + 3 * step, rows, dimensions),
+        point_or_nothing(coordinates, row + 4 * step, rows, dimensions),
+        point_or_nothing(coordinates, row + 5 * step, rows, dimensions),
+        point_or_nothing(coordinates, row + 6 * step, rows, dimensions),
+        point_or_nothing(coordinates, row + 7 * step, rows, dimensions),
     )
 
 
 @device
-def box_in_block(points, dimensions, rows, first, step, keys):
-    """The box around the finite points first, first + step, ... of every thread of a block.
+def empty_box(like):
+    """A box around nothing: (highest x, y, z, lowest x, y, z negated), so that all six grow."""
+    nothing = as_type_of(-math.inf, like)
+    return nothing, nothing, nothing, nothing, nothing, nothing
 
-    `keys`: six int64 a thread of shared memory. The order keys of the highest coordinates end up in keys[0],
-    keys[threads], keys[2 * threads], those of the lowest ones negated behind them, so that all six are maxima. Returns
-    the number of finite points of the thread.
-    """
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    infinity = as_type_of(math.inf, points[0])
-    high_x = high_y = high_z = -infinity
-    low_x = low_y = low_z = infinity
-    count = 0
-    for row in range(first, rows, 4 * step):
-        for x, y, z in four_points(points, row, step, rows, dimensions):
-            if is_finite(x, y, z):
-                high_x, low_x = max(high_x, x), min(low_x, x)
-                high_y, low_y = max(high_y, y), min(low_y, y)
-                high_z, low_z = max(high_z, z), min(low_z, z)
-                count += 1
-    keys[thread] = order_key(high_x)
-    keys[threads + thread] = order_key(high_y)
-    keys[2 * threads + thread] = order_key(high_z)
-    keys[3 * threads + thread] = order_key(-low_x)
-    keys[4 * threads + thread] = order_key(-low_y)
-    keys[5 * threads + thread] = order_key(-low_z)
-    cuda.syncthreads()
-    lanes = min(LANES, threads)
-    for n in range(thread, 6 * lanes, threads):
-        first_key = n // lanes * threads
-        highest = NOTHING
-        for other in range(first_key + n % lanes, first_key + threads, lanes):
-            highest = max(highest, keys[other])
-        keys[first_key + n % lanes] = highest
-    cuda.syncthreads()
-    for n in range(thread, 6, threads):
-        highest = NOTHING
-        for other in range(n * threads, n * threads + lanes):
-            highest = max(highest, keys[other])
-        keys[n * threads] = highest
-    cuda.syncthreads()
-    return count
+
+@device
+def grow_box(box, point, _):
+    """The box around a box and a point, if that is finite."""
+    x, y, z = point
+    if is_finite(x, y, z):
+        return max(box[0], x), max(box[1], y), max(box[2], z), max(box[3], -x), max(box[4], -y), max(box[5], -z)
+    return box
+
+
+@device
+def count_finite(count, point, _):
+    x, y, z = point
+    return count + (1 if is_finite(x, y, z) else 0)
 
 
 @kernel
 def bounds_kernel(points, dimensions, rows, bounds):
-    """The box around the finite points, and their number: each block in shared memory, the blocks by atomics."""
-    keys = cuda.shared.array(0, int64)
-    count = box_in_block(points, dimensions, rows, cuda.grid(1), cuda.gridsize(1), keys)
-    if count > 0:
-        cuda.atomic.add(bounds, 6, count)
-    for n in range(cuda.threadIdx.x, 6, cuda.blockDim.x):
-        cuda.atomic.max(bounds, n, keys[n * cuda.blockDim.x])
+    """The box around the finite points, and their number: each block by itself, the blocks by atomics."""
+    step = cuda.gridsize(1)
+    box, count = empty_box(points[0]), int64(0)
+    for row in range(cuda.grid(1), rows, POINTS_A_THREAD * step):
+        some = points_of_thread(points, row, step, rows, dimensions)
+        box, count = fold(grow_box, box, some, ()), fold(count_finite, count, some, ())
+    box = largest_six_in_block(box, points, cuda.blockDim.x)
+    count = sum_in_block(count, cuda.blockDim.x)
+    if cuda.threadIdx.x == 0 and count > 0:
+        for side in range(6):
+            cuda.atomic.max(bounds, side, order_key(box[side]))
+        cuda.atomic.add(bounds, BOUNDS_LENGTH - 1, count)
 
 
 @device
-def box_of_keys(keys, step, example):
-    """(highest x, y, z, lowest x, y, z) of a box of which every step-th entry is a key, in the precision of `example`."""
+def read_box(bounds, like):
+    """The box in `bounds`, in the precision of `like`."""
     return (
-        real_of_key(keys[0], example),
-        real_of_key(keys[step], example),
-        real_of_key(keys[2 * step], example),
-        -real_of_key(keys[3 * step], example),
-        -real_of_key(keys[4 * step], example),
-        -real_of_key(keys[5 * step], example),
+        real_of_key(bounds[0], like),
+        real_of_key(bounds[1], like),
+        real_of_key(bounds[2], like),
+        real_of_key(bounds[3], like),
+        real_of_key(bounds[4], like),
+        real_of_key(bounds[5], like),
     )
 
 
 @device
 def lattice_of_box(box):
     """(lowest x, y, z, cells of the finest lattice per unit of length) for a box."""
-    high_x, high_y, high_z, low_x, low_y, low_z = box
-    longest = np.float64(high_x) - np.float64(low_x)
-    longest = max(longest, np.float64(high_y) - np.float64(low_y))
-    longest = max(longest, np.float64(high_z) - np.float64(low_z))
-    return low_x, low_y, low_z, as_type_of(lattice_scale(longest), low_x)
+    half = as_type_of(0.5, box[0])
+    longest = product(half, box[0]) + product(half, box[3])
+    longest = max(longest, product(half, box[1]) + product(half, box[4]))
+    longest = max(longest, product(half, box[2]) + product(half, box[5]))
+    return -box[3], -box[4], -box[5], lattice_scale(longest)
+
+
+@device
+def mark_of_point(x, y, z, lattice):
+    """The word and the bit of the finest lattice for a finite point."""
+    low_x, low_y, low_z, scale = lattice
+    cell = np.uint32(lattice_cell(x, y, z, low_x, low_y, low_z, scale))
+    return np.uintp(cell // np.uint32(FINEST_LATTICE)), int32(np.uint32(1) << (cell % np.uint32(FINEST_LATTICE)))
 
 
 @kernel
@@ -178,69 +178,77 @@ def lattice_kernel(points, dimensions, rows, bounds, marks):
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            low_x, low_y, low_z, scale = lattice_of_box(box_of_keys(bounds, 1, x))
-            cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
-            mark = int32(1 << (cell % FINEST_LATTICE))
+            word, mark = mark_of_point(x, y, z, lattice_of_box(read_box(bounds, x)))
             # most cells are marked already: a look costs less than an atomic
-            if not marks[cell // FINEST_LATTICE] & mark:
-                cuda.atomic.or_(marks, cell // FINEST_LATTICE, mark)
+            if not marks[word] & mark:
+                cuda.atomic.or_(marks, word, mark)
 
 
 @device
-def count_lattices(words, occupied):
+def marked_in_row(marks, level, row):
+    """How many cells of one row of the lattice of 2^level cells an axis are marked, from the marks of the finest.
+
+    A cell is marked if any of the finest cells in it is: the rows that run through it are met by `or`, and then, along
+    the row, the bits that it spans. `level` is known to the compiler, which writes the loops out.
+    """
+    spread = LATTICES - 1 - level
+    width = 1 << spread
+    first = np.uintp(((row >> level) * FINEST_LATTICE + (row & ((1 << level) - 1))) << spread)
+    met = int32(0)
+    for z in range(width):
+        for y in range(width):
+            met |= marks[first + np.uintp(z * FINEST_LATTICE + y)]
+    if spread > 0:
+        met |= met >> 1
+    if spread > 1:
+        met |= met >> 2
+    if spread > 2:
+        met |= met >> 4
+    return int64(cuda.popc(met & np.int32(FIRST_BITS[spread])))
+
+
+@device
+def count_lattices(marks, occupied, threads):
     """How many cells of each lattice are marked, for one block: occupied[n] for the one of 2^n cells an axis.
 
-    `words` comes in with the marks of the finest, and has room for LATTICES times as many words. A coarser cell is marked
-    if one of its eight is; the marks of a lattice of cells 2^n wide stay at every 2^n-th row and bit. The counts of its
-    rows go behind the marks, a list for each lattice.
+    The rows of all lattices are shared out over the threads. The counts meet in one sum, 16 bits for each lattice: the
+    finest has no more than 4,096 cells.
     """
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    for level in range(LATTICES - 1, 0, -1):
-        spread = np.int32(LATTICES - 1 - level)  # its cells are 2^spread wide
-        first_count = level * MARKS_LENGTH
-        for n in range(thread, 1 << (2 * level), threads):
-            row = ((n >> level) * FINEST_LATTICE + (n & ((1 << level) - 1))) << spread
-            words[first_count + n] = cuda.popc(words[row])
-        cuda.syncthreads()
-        step, kept = 1 << spread, KEPT_BITS[spread]
-        for n in range(thread, 1 << (2 * level - 2), threads):
-            half = level - 1
-            row = ((n >> half) * FINEST_LATTICE + (n & ((1 << half) - 1))) << (spread + 1)
-            merged = words[row] | words[row + step]
-            merged |= words[row + step * FINEST_LATTICE] | words[row + step * FINEST_LATTICE + step]
-            words[row] = (merged | (merged >> step)) & kept
-        cuda.syncthreads()
-    lanes = min(LANES, threads)
-    for n in range(thread, (LATTICES - 1) * lanes, threads):
-        level, lane = 1 + n // lanes, n % lanes
-        counted = 0
-        for row in range(lane, 1 << (2 * level), lanes):
-            counted += words[level * MARKS_LENGTH + row]
-        words[level * MARKS_LENGTH + lane] = counted
+    counts, row = int64(0), np.uint32(cuda.threadIdx.x)
+    while row < ROWS_OF_LATTICES[0]:
+        if row < ROWS_OF_LATTICES[4]:
+            counts += marked_in_row(marks, 4, row) << 48
+        elif row < ROWS_OF_LATTICES[3]:
+            counts += marked_in_row(marks, 3, row - ROWS_OF_LATTICES[4]) << 32
+        elif row < ROWS_OF_LATTICES[2]:
+            counts += marked_in_row(marks, 2, row - ROWS_OF_LATTICES[3]) << 16
+        else:
+            counts += marked_in_row(marks, 1, row - ROWS_OF_LATTICES[2])
+        row = np.uint32(row + np.uint32(threads))
+    counts = sum_in_block(counts, threads)
+    if cuda.threadIdx.x == 0:
+        occupied[0] = 1
+        for level in range(1, LATTICES):
+            occupied[level] = counts >> (16 * (level - 1)) & 0xFFFF
     cuda.syncthreads()
-    for level in range(thread, LATTICES, threads):
-        counted = 1 if level == 0 else 0
-        if level > 0:
-            for lane in range(lanes):
-                counted += words[level * MARKS_LENGTH + lane]
-        occupied[level] = counted
-    cuda.syncthreads()
+
+
+@device
+def lay_grid(box, count, occupied, cell_size, most_cells, largest, smallest, eps, frame, shape):
+    """Lay the grid over a box. One thread."""
+    for axis in range(3):
+        frame[EXTENT + axis], frame[LOW + axis] = box[axis], -box[3 + axis]
+    write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps)
 
 
 @kernel
 def frame_kernel(bounds, marks, cell_size, most_cells, largest, smallest, eps, frame, shape):
-    """Count the marked cells of every lattice and lay the grid. One block; shared memory for LATTICES lists of marks."""
-    words = cuda.shared.array(0, int32)
+    """Count the marked cells of every lattice and lay the grid. One block."""
     occupied = cuda.shared.array(LATTICES, int64)
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    for row in range(thread, MARKS_LENGTH, threads):
-        words[row] = marks[row]
-    cuda.syncthreads()
-    count_lattices(words, occupied)
-    if thread == 0:
-        box = box_of_keys(bounds, 1, frame[0])
-        frame[EXTENT], frame[EXTENT + 1], frame[EXTENT + 2], frame[LOW], frame[LOW + 1], frame[LOW + 2] = box
-        write_frame(frame, shape, bounds[6], occupied, cell_size, most_cells, largest, smallest, eps)
+    count_lattices(marks, occupied, cuda.blockDim.x)
+    if cuda.threadIdx.x == 0:
+        box, count = read_box(bounds, frame[0]), bounds[BOUNDS_LENGTH - 1]
+        lay_grid(box, count, occupied, cell_size, most_cells, largest, smallest, eps, frame, shape)
 
 
 @kernel
@@ -257,41 +265,19 @@ def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks):
             cells[row] = -1
 
 
-@device
-def sum_before(value, shared):
-    """The sum of `value` over the threads of the block before this one, and over all of it. One int32 a thread, and one
-    more, of shared memory."""
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    shared[thread + 1] = value
-    if thread == 0:
-        shared[0] = 0
-    cuda.syncthreads()
-    step = 1
-    while step < threads:
-        other = shared[thread + 1 - step] if thread + 1 > step else 0
-        cuda.syncthreads()
-        shared[thread + 1] += other
-        cuda.syncthreads()
-        step *= 2
-    before, everything = shared[thread], shared[threads]
-    cuda.syncthreads()
-    return before, everything
-
-
 @kernel
 def scan_tiles_kernel(starts, shape, sums):
     """Turn the counts of a tile of cells into sums of the counts before, and note the sum of each tile.
 
     A tile is CELLS_A_THREAD cells for every thread of a block. The entry behind the last cell counts as one more cell.
     """
-    shared = cuda.shared.array(0, int32)
     entries = int(shape[0]) * int(shape[1]) * int(shape[2]) + 1
     first = cuda.grid(1) * CELLS_A_THREAD
     last = min(first + CELLS_A_THREAD, entries)
     mine = 0
     for cell in range(first, last):
         mine += starts[cell]
-    before, everything = sum_before(mine, shared)
+    before, everything = sum_before(mine, cuda.blockDim.x)
     for cell in range(first, last):
         count = starts[cell]
         starts[cell] = before
@@ -303,13 +289,12 @@ def scan_tiles_kernel(starts, shape, sums):
 @kernel
 def scan_sums_kernel(sums, tiles):
     """The same for the sums of the tiles. One block."""
-    shared = cuda.shared.array(0, int32)
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
     carried = 0
     for first in range(0, tiles, threads):
         tile = first + thread
         mine = sums[tile] if tile < tiles else 0
-        before, everything = sum_before(mine, shared)
+        before, everything = sum_before(mine, cuda.blockDim.x)
         if tile < tiles:
             sums[tile] = carried + before
         carried += everything
@@ -332,108 +317,158 @@ def scatter_kernel(points, dimensions, rows, starts, cells, ranks, table):
         store_point(table, starts[cells[row]] + ranks[row], x, y, z, as_type_of(row, bits_of(x)))
 
 
-# -- All of it in one block ------------------------------------------------------------------------------------------
+# -- In one block ----------------------------------------------------------------------------------------------------
 #
-# For a small cloud the stages above spend their time starting and ending. One block does them all: between stages it
-# waits for itself only, and counts, marks and partial results stay in shared memory.
+# For a small cloud the stages above spend their time starting and ending. One block does all that come before `scatter`:
+# between them it waits for itself only, counts and marks stay in shared memory, and the points in registers, eight a
+# thread. Scattering is left to many blocks: one multiprocessor writes to one place at a time.
+
+
+# 32-bit arithmetic without a sign is half as many instructions as what Python's integers, and ranges of them, become.
 
 
 @device
-def sum_before_in_block(value):
-    """The sum of `value` over the threads of the block before this one. Blocks of at most 1,024 threads."""
-    partial = cuda.shared.array(SUMS_LENGTH, int32)
-    before, _ = sum_before(value, partial)
-    return before
+def clear(words, length, threads):
+    """Set the words to zero. One block."""
+    n = np.uint32(cuda.threadIdx.x)
+    while n < length:
+        words[np.uintp(n)] = 0
+        n = np.uint32(n + np.uint32(threads))
 
 
-@kernel
-def build_kernel(
-    points,
-    dimensions,
-    rows,
-    cell_size,
-    most_cells,
-    largest,
-    smallest,
-    eps,
-    frame,
-    shape,
-    starts,
-    table,
-):
-    """The whole build of a cloud of fewer than 65,536 points, in one block.
+@device
+def copy(source, target, length, threads):
+    """Copy an array. One block."""
+    n = np.uint32(cuda.threadIdx.x)
+    while n < length:
+        target[np.uintp(n)] = source[np.uintp(n)]
+        n = np.uint32(n + np.uint32(threads))
 
-    Shared memory: the largest of six int64 a thread, of LATTICES lists of marks, and of a 16-bit counter for each of
-    `most_cells` cells and one more, two to a word.
-    """
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    rows, dimensions = np.int32(rows), np.int32(dimensions)
-    keys = cuda.shared.array(0, int64)
-    words = cuda.shared.array(0, int32)
-    occupied = cuda.shared.array(LATTICES, int64)
 
-    box_in_block(points, dimensions, rows, thread, threads, keys)
-    box = box_of_keys(keys, threads, frame[0])
-    low_x, low_y, low_z, scale = lattice_of_box(box)
-    cuda.syncthreads()
+ONE, SIXTEEN, HALF = np.uint32(1), np.uint32(16), np.uint32(0xFFFF)
 
-    for row in range(thread, MARKS_LENGTH, threads):
-        words[row] = 0
-    cuda.syncthreads()
-    for row in range(thread, rows, 4 * threads):
-        for x, y, z in four_points(points, row, threads, rows, dimensions):
-            if is_finite(x, y, z):
-                cell = lattice_cell(x, y, z, low_x, low_y, low_z, scale)
-                cuda.atomic.or_(words, np.uintp(cell // FINEST_LATTICE), int32(1 << (cell % FINEST_LATTICE)))
-    cuda.syncthreads()
-    count_lattices(words, occupied)
-    if thread == 0:
-        frame[EXTENT], frame[EXTENT + 1], frame[EXTENT + 2], frame[LOW], frame[LOW + 1], frame[LOW + 2] = box
-        count = rows if box[0] >= low_x else 0  # near enough: it only serves to choose the cells
-        write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps)
-    cuda.syncthreads()
 
-    # Count the points of each cell, in the half of a word.
-    grid = read_grid(frame, shape)
-    cells = np.int32(shape[0] * shape[1] * shape[2])
-    pairs = np.int32(cells // 2 + 1)
-    for pair in range(thread, pairs, threads):
-        words[np.uintp(pair)] = 0
-    cuda.syncthreads()
-    for row in range(thread, rows, 4 * threads):
-        for x, y, z in four_points(points, row, threads, rows, dimensions):
-            if is_finite(x, y, z):
-                cell = cell_of(x, y, z, grid)
-                cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << (16 * (cell & 1))))
-    cuda.syncthreads()
+@device
+def half_of(cell):
+    """By how many bits the counter of a cell is shifted in its word."""
+    return SIXTEEN * (cell & ONE)
 
-    # Sums of the counts before: each thread adds up a stretch of words (an odd number, so that the threads of a warp
-    # meet different banks), the block the stretches.
-    stretch = np.int32((pairs + threads - 1) // threads | 1)
-    first = np.int32(min(thread * stretch, pairs))
-    last = np.int32(min(first + stretch, pairs))
-    mine = np.int32(0)
-    for pair in range(first, last):
-        both = words[np.uintp(pair)]
-        mine += np.int32((both & 0xFFFF) + (both >> 16 & 0xFFFF))
-    before = sum_before_in_block(mine)
-    for pair in range(first, last):
-        both = words[np.uintp(pair)]
-        middle = np.int32(before + (both & 0xFFFF))
-        words[np.uintp(pair)] = int32(before | middle << 16)
-        before = np.int32(middle + (both >> 16 & 0xFFFF))
-    cuda.syncthreads()
-    for cell in range(thread, np.int32(cells + 1), threads):
-        starts[np.uintp(cell)] = words[np.uintp(cell >> 1)] >> (16 * (cell & 1)) & 0xFFFF
-    cuda.syncthreads()
 
-    # The sums are the cursors now: every point takes the next slot of its cell.
-    for first_row in range(thread, rows, 4 * threads):
-        row = np.int32(first_row)
-        for x, y, z in four_points(points, first_row, threads, rows, dimensions):
-            if is_finite(x, y, z):
-                cell = cell_of(x, y, z, grid)
-                shift = 16 * (cell & 1)
-                slot = cuda.atomic.add(words, np.uintp(cell >> 1), int32(1 << shift)) >> shift & 0xFFFF
-                store_point(table, slot, x, y, z, as_type_of(row, bits_of(x)))
-            row = np.int32(row + threads)
+@device
+def mark_point(state, point, marks_and_lattice):
+    """Mark the lattice cell of a point."""
+    x, y, z = point
+    marks, lattice = marks_and_lattice
+    if is_finite(x, y, z):
+        word, mark = mark_of_point(x, y, z, lattice)
+        cuda.atomic.or_(marks, word, mark)
+    return state
+
+
+@device
+def count_point(row, point, counts_grid_cells_ranks_threads):
+    """Count the point of a row in its cell, whose counter is half a word of `counts`, and note the cell (-1 for a point
+    that is not finite) and its rank there. Returns the thread's next row."""
+    x, y, z = point
+    counts, grid, cells, ranks, threads = counts_grid_cells_ranks_threads
+    if is_finite(x, y, z):
+        cell = np.uint32(cell_of(x, y, z, grid))
+        before = np.uint32(cuda.atomic.add(counts, np.uintp(cell >> ONE), int32(ONE << half_of(cell))))
+        cells[np.uintp(row)] = int32(cell)
+        ranks[np.uintp(row)] = int32(before >> half_of(cell) & HALF)
+    elif row < cells.size:
+        cells[np.uintp(row)] = -1
+    return np.uint32(row + np.uint32(threads))
+
+
+@device
+def sum_counts(counts, words, threads):
+    """Turn the counters of cells into the sums of all before."""
+    thread = np.uint32(cuda.threadIdx.x)
+    # Each thread adds up a stretch of words (an odd number, so that the threads of a warp meet different banks), the
+    # block the stretches.
+    stretch = np.uint32((words + np.uint32(threads - 1)) // np.uint32(threads) | ONE)
+    first = min(np.uint32(thread * stretch), words)
+    last = min(np.uint32(first + stretch), words)
+    mine, word = np.uint32(0), first
+    while word < last:
+        both = np.uint32(counts[np.uintp(word)])
+        mine = np.uint32(mine + (both & HALF) + (both >> SIXTEEN))
+        word = np.uint32(word + ONE)
+    before, _ = sum_before(int32(mine), threads)
+    before, word = np.uint32(before), first
+    while word < last:
+        both = np.uint32(counts[np.uintp(word)])
+        middle = np.uint32(before + (both & HALF))
+        counts[np.uintp(word)] = int32(before | middle << SIXTEEN)
+        before = np.uint32(middle + (both >> SIXTEEN))
+        word = np.uint32(word + ONE)
+
+
+@device
+def write_starts(sums, starts, entries, threads):
+    """Write the sums of halves of words as whole ones. One block."""
+    n = np.uint32(cuda.threadIdx.x)
+    while n < entries:
+        starts[np.uintp(n)] = int32(np.uint32(sums[np.uintp(n >> ONE)]) >> half_of(n) & HALF)
+        n = np.uint32(n + np.uint32(threads))
+
+
+@cache
+def build_kernel(threads, dimensions):
+    """The kernel for one block of so many threads. What doesn't change from call to call is compiled in: the addresses of
+    all points of a thread are then one register and constants."""
+
+    @kernel(threads)
+    def build_kernel(
+        points,
+        rows,
+        cell_size,
+        most_cells,
+        largest,
+        smallest,
+        eps,
+        frame,
+        shape,
+        starts,
+        cells,
+        ranks,
+    ):
+        """All stages but the last of a cloud of no more than POINTS_A_THREAD points a thread.
+
+        Shared memory: a 16-bit counter for each of `most_cells` cells and one more, two to a word.
+        """
+        thread, rows = cuda.threadIdx.x, np.int32(rows)
+        words = cuda.shared.array(0, int32)
+        marks = cuda.shared.array(MARKS_LENGTH, int32)
+        occupied = cuda.shared.array(LATTICES, int64)
+        block_frame = cuda.shared.array(FRAME_LENGTH, points.dtype)
+        block_shape = cuda.shared.array(SHAPE_LENGTH, int32)
+
+        mine = points_of_thread(points, thread, threads, rows, dimensions)
+        clear(marks, np.uint32(MARKS_LENGTH), threads)
+        clear(words, np.uint32((most_cells >> 1) + 1), threads)
+
+        box = largest_six_in_block(fold(grow_box, empty_box(points[0]), mine, ()), points, threads)
+
+        fold(mark_point, 0, mine, (marks, lattice_of_box(box)))
+        cuda.syncthreads()
+        count_lattices(marks, occupied, threads)
+
+        if thread == 0:
+            count = rows if box[0] >= -box[3] else 0  # near enough: it only serves to choose the cells
+            lay_grid(box, count, occupied, cell_size, most_cells, largest, smallest, eps, block_frame, block_shape)
+        cuda.syncthreads()
+        copy(block_frame, frame, np.uint32(FRAME_LENGTH), threads)
+        copy(block_shape, shape, np.uint32(SHAPE_LENGTH), threads)
+
+        grid = read_grid(block_frame, block_shape)
+        fold(count_point, np.uint32(thread), mine, (words, grid, cells, ranks, threads))
+        cuda.syncthreads()
+
+        cell_count = np.int32(block_shape[0] * block_shape[1] * block_shape[2])
+        sum_counts(words, np.uint32((cell_count >> 1) + 1), threads)
+        cuda.syncthreads()
+        write_starts(words, starts, np.uint32(cell_count + 1), threads)
+
+    return build_kernel

@@ -1,25 +1,47 @@
-"""The k nearest: one thread a query."""
+"""The k nearest, one thread a query, and the nearest, a team of threads a query."""
 
 from __future__ import annotations
 
 from functools import cache
 
-from numba import cuda
+import numpy as np
+from numba import cuda, int32
 
-from numbaknn.jit import kernel
-from numbaknn.search import answer
+from numbaknn.geometry import (
+    LOW,
+    PER_CELL,
+    is_finite,
+    reach_of_block,
+    read_point,
+    row_of,
+    square_distance,
+    vertex_along,
+)
+from numbaknn.jit import device, kernel
+from numbaknn.kernels.block import EVERY_LANE, WARP, lanes_with
+from numbaknn.lanes import as_type_of, bits_of, load_point, product, root
+from numbaknn.search import answer, next_radius, search_part_of_ball, write_answer
+from numbaknn.topk import before
+
+# Threads that share a query of nearest_kernel, at first and if it has to go on.
+TEAM = min(2, WARP)
+HELPERS = min(8, WARP)
+# Queries of the largest block.
+MOST_QUERIES = 256
+
+# Numbers of 32 bits, so that what they are added to keeps its size.
+NONE, ONE = np.int32(0), np.int32(1)
 
 
 @cache
-def knn_kernel(capacity):
-    """The kernel for lists of this capacity."""
+def knn_kernel(capacity, among_themselves):
+    """The kernel for lists of this capacity, of other points if the queries are the points themselves."""
     slots = (0,) * capacity
 
     @kernel
     def knn_kernel(
         query_count,
         queries,
-        among_themselves,
         points,
         point_count,
         dimensions,
@@ -57,3 +79,194 @@ def knn_kernel(capacity):
             )
 
     return knn_kernel
+
+
+@device
+def stretch_of_row(step, vertex_x, vertex_y, vertex_z, starts, shape):
+    """(first, last + 1) packed point of one of the four rows of cells around a vertex, `step` 0 to 3; empty outside the
+    grid."""
+    row_y, row_z = np.int32(vertex_y - (step & 1)), np.int32(vertex_z - (step >> 1))
+    if row_y < 0 or row_y >= shape[1] or row_z < 0 or row_z >= shape[2]:
+        return NONE, NONE
+    row = row_of(row_y, row_z, shape[0], shape[1])
+    first = np.int32(row + vertex_x - (ONE if vertex_x > 0 else NONE))
+    last = np.int32(row + vertex_x + (ONE if vertex_x < shape[0] else NONE))
+    return starts[np.uintp(first)], starts[np.uintp(last)]
+
+
+@device
+def nearer(x, y, z, itself, point, square, index):
+    """The neighbour that comes first, of the one found so far and a packed point; itself: None, or an index to leave out.
+
+    Without a branch: one lane of a warp or another would take it nearly always.
+    """
+    point_x, point_y, point_z, other_index = point
+    other_square = square_distance(x - point_x, y - point_y, z - point_z)
+    first = before(other_square, other_index, square, index)
+    if itself is not None:
+        first &= other_index != itself
+    return (other_square if first else square), (other_index if first else index)
+
+
+@device
+def nearest_of_lanes(square, index, lanes):
+    """The first of the neighbours that groups of so many lanes have found, in all of them."""
+    step = lanes // 2
+    while step > 0:
+        other_square = cuda.shfl_xor_sync(EVERY_LANE, square, step)
+        other_index = cuda.shfl_xor_sync(EVERY_LANE, index, step)
+        first = before(other_square, other_index, square, index)
+        square, index = (other_square if first else square), (other_index if first else index)
+        step //= 2
+    return square, index
+
+
+@device
+def slot_of(n, ends, ahead):
+    """Where the n-th point of four stretches is packed, or the last one if there are fewer. `ends`: how many points there
+    are up to the end of each stretch; `ahead`: what is to be added to n in each."""
+    n = min(n, np.int32(ends[3] - 1))
+    return np.int32(
+        n + (ahead[0] if n < ends[0] else ahead[1] if n < ends[1] else ahead[2] if n < ends[2] else ahead[3])
+    )
+
+
+@device
+def look_around_together(lane, x, y, z, itself, table, starts, frame, shape, square, index):
+    """search.look_around for a list of one by a team, whose lanes share out the packed points.
+
+    The four stretches of points are gone through as one: the lanes of a warp then wait for the longest of all, not for the
+    longest of the first, of the second, and so on.
+    """
+    per_cell = frame[PER_CELL]
+    offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
+    vertex_x = vertex_along(offset_x, per_cell, shape[0])
+    vertex_y = vertex_along(offset_y, per_cell, shape[1])
+    vertex_z = vertex_along(offset_z, per_cell, shape[2])
+    first_0, last_0 = stretch_of_row(0, vertex_x, vertex_y, vertex_z, starts, shape)
+    first_1, last_1 = stretch_of_row(1, vertex_x, vertex_y, vertex_z, starts, shape)
+    first_2, last_2 = stretch_of_row(2, vertex_x, vertex_y, vertex_z, starts, shape)
+    first_3, last_3 = stretch_of_row(3, vertex_x, vertex_y, vertex_z, starts, shape)
+    end_0 = np.int32(last_0 - first_0)
+    end_1 = np.int32(end_0 + last_1 - first_1)
+    end_2 = np.int32(end_1 + last_2 - first_2)
+    end_3 = np.int32(end_2 + last_3 - first_3)
+    ends = end_0, end_1, end_2, end_3
+    ahead = first_0, np.int32(first_1 - end_0), np.int32(first_2 - end_1), np.int32(first_3 - end_2)
+    n = np.int32(lane)
+    while n < end_3:
+        # four on their way at a time; behind the last, that one again
+        one = load_point(table, slot_of(n, ends, ahead))
+        two = load_point(table, slot_of(np.int32(n + TEAM), ends, ahead))
+        three = load_point(table, slot_of(np.int32(n + 2 * TEAM), ends, ahead))
+        four = load_point(table, slot_of(np.int32(n + 3 * TEAM), ends, ahead))
+        square, index = nearer(x, y, z, itself, one, square, index)
+        square, index = nearer(x, y, z, itself, two, square, index)
+        square, index = nearer(x, y, z, itself, three, square, index)
+        square, index = nearer(x, y, z, itself, four, square, index)
+        n = np.int32(n + 4 * TEAM)
+    square, index = nearest_of_lanes(square, index, TEAM)
+    reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)
+    return square, index, product(reach, reach) > square
+
+
+@cache
+def nearest_kernel(among_themselves):
+    """The kernel for lists of one, of the nearest other points if the queries are the points themselves."""
+
+    @kernel
+    def nearest_kernel(
+        query_count,
+        queries,
+        points,
+        point_count,
+        dimensions,
+        table,
+        starts,
+        frame,
+        shape,
+        limit,
+        bounded,
+        squared,
+        distances,
+        indices,
+    ):
+        """Each query is looked at by a team of TEAM threads, and if it has to go on, by HELPERS threads together.
+
+        Most queries are done with the cells around them. Were the others to go on by themselves, nearly every warp would
+        wait for a few of its lanes: so they are put on a list, which the block then shares out.
+        """
+        thread = np.int32(cuda.threadIdx.x)
+        waiting = cuda.shared.array(1, int32)
+        going_on = cuda.shared.array(MOST_QUERIES, int32)
+        radii = cuda.shared.array(MOST_QUERIES, int32)
+        squares_so_far = cuda.shared.array(MOST_QUERIES, distances.dtype)
+        indices_so_far = cuda.shared.array(MOST_QUERIES, int32)
+        missing = as_type_of(point_count, bits_of(limit))
+        whole = max(shape[0], max(shape[1], shape[2]))
+        if thread == 0:
+            waiting[0] = 0
+        cuda.syncthreads()
+
+        asked = np.int32(cuda.blockDim.x // TEAM)
+        first_row = np.int64(cuda.blockIdx.x) * asked
+        lane, team = np.int32(thread % TEAM), np.int32(thread // TEAM)
+        row = min(first_row + team, query_count - 1)
+        x, y, z = read_point(queries, row, dimensions)
+        itself = as_type_of(row, missing) if among_themselves else as_type_of(-1, missing)
+        square, index, complete = look_around_together(
+            lane, x, y, z, itself if among_themselves else None, table, starts, frame, shape, limit, missing
+        )
+        if lane == 0 and first_row + team < query_count:
+            solid = is_finite(x, y, z)
+            if complete and solid and index < missing:
+                distances[row] = square if squared else root(square)
+                indices[row] = index
+            else:
+                place = cuda.atomic.add(waiting, 0, 1)
+                going_on[place] = team
+                radii[place] = ONE if solid and not complete else whole
+                squares_so_far[place] = square if solid else limit
+                indices_so_far[place] = index if solid else missing
+        cuda.syncthreads()
+
+        count = waiting[0]
+        lane, team = np.int32(thread % HELPERS), np.int32(thread // HELPERS)
+        while lanes_with(team < count) != 0:
+            helping = team < count
+            place = team if helping else NONE
+            row = first_row + going_on[place]
+            x, y, z = read_point(queries, row, dimensions)
+            itself = as_type_of(row, missing) if among_themselves else as_type_of(-1, missing)
+            square, index = squares_so_far[place], as_type_of(indices_so_far[place], missing)
+            radius = radii[place] if helping else whole
+            while lanes_with(radius < whole) != 0:
+                if radius < whole:
+                    radius = next_radius(radius, whole, index < missing)
+                    (square,), (index,) = search_part_of_ball(
+                        lane, HELPERS, x, y, z, itself, radius, table, starts, frame, shape, (square,), (index,)
+                    )
+                square, index = nearest_of_lanes(square, index, HELPERS)
+            if helping and lane == 0:
+                found = (square,), (index,)
+                write_answer(
+                    row,
+                    x,
+                    y,
+                    z,
+                    itself,
+                    points,
+                    point_count,
+                    dimensions,
+                    starts,
+                    shape,
+                    bounded,
+                    1,
+                    squared,
+                    distances,
+                    indices,
+                    found,
+                )
+            team = np.int32(team + cuda.blockDim.x // HELPERS)
+
+    return nearest_kernel

@@ -102,7 +102,7 @@ def measure_points(points, dimensions, rows, cell_size, most_cells, limits, fram
         longest = max(longest, np.float64(frame[EXTENT + axis]) - np.float64(frame[LOW + axis]))
     occupied = np.ones(LATTICES, np.int64)
     if count > 0:
-        scale = as_type_of(lattice_scale(longest), frame[LOW])
+        scale = lattice_scale(as_type_of(longest / 2, frame[LOW]))
         finest = np.zeros(FINEST_LATTICE * FINEST_LATTICE * FINEST_LATTICE, np.uint8)
         if chunks == 1:
             mark_lattice(points, dimensions, 0, rows, frame, scale, finest)

@@ -15,7 +15,7 @@ import numpy as np
 
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.kernels import binning as stages
-from numbaknn.kernels.neighbors import knn_kernel
+from numbaknn.kernels.neighbors import TEAM, knn_kernel, nearest_kernel
 from numbaknn.launch import Graph, Launch
 from numbaknn.loops import binning as binning_loops
 from numbaknn.loops.neighbors import knn_loop
@@ -26,16 +26,18 @@ from numbaknn.topk import capacity
 # fill a multiprocessor eight times over. The query needs 67 to 176 registers; smaller blocks leave less idle at the end.
 BINNING_THREADS = 256
 QUERY_THREADS = 128
-# One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have. In
-# float64 the build takes 68 registers a thread, of 65,536, so half as many.
+# One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have.
 ONE_BLOCK = 1024
+# The build keeps POINTS_A_THREAD points in registers, of which a block has 65,536: 64 a thread, or 128 in float64.
+BUILDING_THREADS = {4: 1024, 8: 512}
+# A small cloud is scattered by many small blocks, so that all multiprocessors take part.
+SCATTERING_THREADS = 64
 # Blocks of the bounding box and of clearing: two for every multiprocessor of the largest GPU, few enough that their
 # atomics don't queue.
 MOST_BLOCKS = 264
 
-# Clouds that are built in one block, and the cells that they get at most: 16-bit counters in 55 KiB of shared memory,
-# which every GPU since compute capability 7.5 has. Beyond, many blocks win although they start nine kernels.
-SMALL_ROWS = 32768
+# The cells of a cloud that is built in one block, at most: 16-bit counters in 55 KiB of shared memory, which every GPU
+# since compute capability 7.5 has.
 SMALL_CELLS = 28000
 
 # Points that are worth waking a core for, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
@@ -132,7 +134,8 @@ class DeviceGrid:
         self._library = library
         info = np.finfo(self.dtype)
         limits = float(info.max), float(info.smallest_normal), float(info.eps)
-        small = rows <= SMALL_ROWS
+        self._building_threads = BUILDING_THREADS[self.dtype.itemsize]
+        small = rows <= self._building_threads * stages.POINTS_A_THREAD
         cells = min(most_cells(rows), SMALL_CELLS) if small else most_cells(rows)
         self.frame = self._empty(FRAME_LENGTH, self.dtype)
         self.shape = self._empty(SHAPE_LENGTH, np.int32)
@@ -151,12 +154,16 @@ class DeviceGrid:
         return flat
 
     def _small_stages(self, cells, choice):
-        cloud, grid = (self.points, self.dimensions, self.rows), (self.frame, self.shape)
-        marks = 4 * stages.LATTICES * stages.MARKS_LENGTH
-        threads = ONE_BLOCK if self.dtype.itemsize == 4 else ONE_BLOCK // 2
-        shared_bytes = max(6 * 8 * threads, marks, 4 * (cells // 2 + 1))
-        arguments = *cloud, *choice, *grid, self.starts, self.table
-        return [Launch(stages.build_kernel, threads, threads, *arguments, shared_bytes=shared_bytes)]
+        grid = self.frame, self.shape
+        threads = self._building_threads
+        cells_of_rows, ranks = self._empty(self.rows, np.int32), self._empty(self.rows, np.int32)
+        shared_bytes = 4 * (cells // 2 + 1)
+        kernel = stages.build_kernel(threads, self.dimensions)
+        arguments = self.points, self.rows, *choice, *grid, self.starts, cells_of_rows, ranks
+        return [
+            Launch(kernel, threads, threads, *arguments, shared_bytes=shared_bytes),
+            self._scatter(cells_of_rows, ranks, SCATTERING_THREADS),
+        ]
 
     def _large_stages(self, cells, choice):
         rows, threads = self.rows, BINNING_THREADS
@@ -165,26 +172,26 @@ class DeviceGrid:
         sums = self._empty(tiles, np.int32)
         bounds = self._empty(stages.BOUNDS_LENGTH, np.int64)
         marks = self._empty(stages.MARKS_LENGTH, np.int32)
-        cell_of_row = self._empty(rows, np.int32)
-        ranks = self._empty(rows, np.int32)
+        cells_of_rows, ranks = self._empty(rows, np.int32), self._empty(rows, np.int32)
         cloud, grid, starts = (self.points, self.dimensions, rows), (self.frame, self.shape), self.starts
         most_items = MOST_BLOCKS * threads
         entries = min(max(cells + 1, stages.MARKS_LENGTH), most_items)
-        a_count_each, a_box_each = 4 * (threads + 1), 6 * 8 * threads
-        marks_bytes = 4 * stages.LATTICES * stages.MARKS_LENGTH
         return [
             Launch(stages.clear_kernel, entries, threads, bounds, marks, starts),
-            Launch(stages.bounds_kernel, min(rows, most_items), threads, *cloud, bounds, shared_bytes=a_box_each),
+            Launch(stages.bounds_kernel, min(rows, most_items), threads, *cloud, bounds),
             Launch(stages.lattice_kernel, rows, threads, *cloud, bounds, marks),
-            Launch(stages.frame_kernel, ONE_BLOCK, ONE_BLOCK, bounds, marks, *choice, *grid, shared_bytes=marks_bytes),
-            Launch(stages.cells_kernel, rows, threads, *cloud, *grid, starts, cell_of_row, ranks),
-            Launch(
-                stages.scan_tiles_kernel, tiles * threads, threads, starts, self.shape, sums, shared_bytes=a_count_each
-            ),
-            Launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums, tiles, shared_bytes=4 * (ONE_BLOCK + 1)),
+            Launch(stages.frame_kernel, ONE_BLOCK, ONE_BLOCK, bounds, marks, *choice, *grid),
+            Launch(stages.cells_kernel, rows, threads, *cloud, *grid, starts, cells_of_rows, ranks),
+            Launch(stages.scan_tiles_kernel, tiles * threads, threads, starts, self.shape, sums),
+            Launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums, tiles),
             Launch(stages.add_sums_kernel, cells + 1, threads, starts, self.shape, sums, tile),
-            Launch(stages.scatter_kernel, rows, threads, *cloud, starts, cell_of_row, ranks, self.table),
+            self._scatter(cells_of_rows, ranks, threads),
         ]
+
+    def _scatter(self, cells_of_rows, ranks, threads):
+        """The last stage."""
+        arguments = self.points, self.dimensions, self.rows, self.starts, cells_of_rows, ranks, self.table
+        return Launch(stages.scatter_kernel, self.rows, threads, *arguments)
 
     def point(self, points):
         """Let the launches of the build read these points: the numbers of those launches that changed."""
@@ -203,27 +210,15 @@ class DeviceGrid:
     def query_launch(self, queries, count, options, distances, indices):
         """The prepared launch of a query."""
         among_themselves = queries is None
-        return Launch(
-            knn_kernel(capacity(options.k)),
-            count,
-            QUERY_THREADS,
-            count,
-            self.points if among_themselves else queries,
-            among_themselves,
-            self.points,
-            self.rows,
-            self.dimensions,
-            self.table,
-            self.starts,
-            self.frame,
-            self.shape,
-            square_limit(options.bound, self.dtype),
-            bool(options.bound != np.inf),
-            options.k,
-            options.squared,
-            distances.borrowed(),
-            indices.borrowed(),
-        )
+        cloud, grid = (self.points, self.rows, self.dimensions), (self.table, self.starts, self.frame, self.shape)
+        asked = self.points if among_themselves else queries
+        bound = square_limit(options.bound, self.dtype), bool(options.bound != np.inf)
+        wanted, answer = (options.squared,), (distances.borrowed(), indices.borrowed())
+        if options.k == 1:
+            kernel, threads = nearest_kernel(among_themselves), count * TEAM
+            return Launch(kernel, threads, QUERY_THREADS, count, asked, *cloud, *grid, *bound, *wanted, *answer)
+        kernel, wanted = knn_kernel(capacity(options.k), among_themselves), (options.k, options.squared)
+        return Launch(kernel, count, QUERY_THREADS, count, asked, *cloud, *grid, *bound, *wanted, *answer)
 
     def query(self, queries, count, options, distances, indices, stream):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
@@ -240,7 +235,7 @@ class DeviceGrid:
     def point_query(self, launch, queries, distances, indices):
         """Let a query read and write here. Returns whether anything changed."""
         changed = launch.point(1, self.points if queries is None else queries)
-        changed |= launch.point(3, self.points)
+        changed |= launch.point(2, self.points)
         changed |= launch.point(len(launch.arguments) - 2, distances)
         changed |= launch.point(len(launch.arguments) - 1, indices)
         return changed

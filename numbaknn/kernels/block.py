@@ -1,0 +1,155 @@
+"""What the threads of a block, or of a warp, work out together: the largest of their values, sums in their order.
+
+The lanes of a warp exchange values by shuffles, the warps of a block through shared memory. The simulator has no
+shuffles: there a warp is a single thread, and the same text works without any.
+
+`threads` is the number of threads of the block. Where it is compiled in, the divisions by it vanish.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import cuda, int32, int64
+
+from numbaknn.jit import SIMULATED, device
+from numbaknn.lanes import as_type_of
+
+WARP = 1 if SIMULATED else 32
+EVERY_LANE = 0xFFFFFFFF
+
+# Warps of the largest block, which has 1,024 threads.
+MOST_WARPS = 32
+
+# Values that are reduced together, and room for those of all warps.
+SIX = 6
+SIX_EACH = SIX * MOST_WARPS
+
+
+@device
+def lane_and_warp(threads):
+    """(lane of this thread, number of its warp, warps of the block). Unsigned division by a power of two is a shift."""
+    thread = np.uint32(cuda.threadIdx.x)
+    return (
+        int32(thread % np.uint32(WARP)),
+        int32(thread // np.uint32(WARP)),
+        int32(np.uint32(threads) // np.uint32(WARP)),
+    )
+
+
+@device
+def from_lane(value, lane):
+    """The value of another lane of the warp."""
+    if WARP > 1:
+        return cuda.shfl_sync(EVERY_LANE, value, lane)
+    return value
+
+
+@device
+def lanes_with(condition):
+    """The lanes of the warp for which a condition holds, a bit each."""
+    if WARP > 1:
+        return np.uint32(cuda.ballot_sync(EVERY_LANE, condition))
+    return np.uint32(1 if condition else 0)
+
+
+@device
+def largest_in_warp(value):
+    """The largest value of the lanes of a warp, in all of them."""
+    step = WARP // 2
+    while step > 0:
+        value = max(value, cuda.shfl_xor_sync(EVERY_LANE, value, step))
+        step //= 2
+    return value
+
+
+@device
+def sum_in_warp(value):
+    """The sum over the lanes of a warp, in all of them."""
+    step = WARP // 2
+    while step > 0:
+        value += cuda.shfl_xor_sync(EVERY_LANE, value, step)
+        step //= 2
+    return value
+
+
+@device
+def sum_through_lane(value, lane):
+    """The sum over the lanes of a warp up to this one."""
+    step = 1
+    while step < WARP:
+        other = cuda.shfl_up_sync(EVERY_LANE, value, step)
+        if lane >= step:
+            value += other
+        step *= 2
+    return value
+
+
+@device
+def largest_six_in_block(values, like, threads):
+    """The largest of each of six values over the threads of a block, in all of them. `like`: an array of their dtype."""
+    scratch = cuda.shared.array(SIX_EACH, like.dtype)
+    lane, warp, warps = lane_and_warp(threads)
+    place = warp
+    for value in values:
+        value = largest_in_warp(value)
+        if lane == 0:
+            scratch[place] = value
+        place += MOST_WARPS
+    cuda.syncthreads()
+    for n in range(warp, SIX, warps):
+        largest = as_type_of(-math.inf, values[0])
+        for other in range(lane, warps, WARP):
+            largest = max(largest, scratch[n * MOST_WARPS + other])
+        largest = largest_in_warp(largest)
+        if lane == 0:
+            scratch[n * MOST_WARPS] = largest
+    cuda.syncthreads()
+    largest = (
+        scratch[0],
+        scratch[MOST_WARPS],
+        scratch[2 * MOST_WARPS],
+        scratch[3 * MOST_WARPS],
+        scratch[4 * MOST_WARPS],
+        scratch[5 * MOST_WARPS],
+    )
+    cuda.syncthreads()  # the scratch may be used again
+    return largest
+
+
+@device
+def sum_in_block(value, threads):
+    """The sum of an int64 over the threads of a block, in all of them."""
+    scratch = cuda.shared.array(MOST_WARPS, int64)
+    lane, warp, warps = lane_and_warp(threads)
+    of_warp = sum_in_warp(int64(value))
+    if lane == 0:
+        scratch[warp] = of_warp
+    cuda.syncthreads()
+    everything = int64(0)
+    for other in range(lane, warps, WARP):
+        everything += scratch[other]
+    everything = sum_in_warp(everything)
+    cuda.syncthreads()
+    return everything
+
+
+@device
+def sum_before(value, threads):
+    """The sum of an int32 over the threads of a block before this one, and over all of it."""
+    scratch = cuda.shared.array(MOST_WARPS, int32)
+    lane, warp, warps = lane_and_warp(threads)
+    through = sum_through_lane(int32(value), lane)
+    if lane == WARP - 1:
+        scratch[warp] = through
+    cuda.syncthreads()
+    before, everything = int32(0), int32(0)
+    for other in range(lane, warps, WARP):
+        of_warp = scratch[other]
+        everything += of_warp
+        if other < warp:
+            before += of_warp
+    before, everything = sum_in_warp(before), sum_in_warp(everything)
+    cuda.syncthreads()
+    return before + through - value, everything
