@@ -57,6 +57,11 @@ class Library:
         flat = np.ascontiguousarray(array, dtype).reshape(-1)
         return flat if flat.flags.writeable else np.asarray(_Unmarked(flat))
 
+    def address_like(self, array, shape, dtype):
+        """The address of an array of this library that is what a plan expects: of this shape and dtype, packed, on this
+        device. None for any other; it is then for `adopt` to say what it is."""
+        return None
+
     def empty(self, shape, dtype):
         """(array, its flat memory)."""
         array = np.empty(shape, dtype)
@@ -154,6 +159,18 @@ class TorchDevice(TorchHost):
         tensor = self._packed(array, dtype)
         return Flat(tensor, tensor.data_ptr(), tensor.numel(), dtype)
 
+    def address_like(self, array, shape, dtype):
+        known = (
+            type(array) is self.torch.Tensor
+            and array.shape == shape
+            and array.dtype is self._dtype(dtype)
+            and array.layout is self.torch.strided
+            and array.get_device() == self.device
+            and array.is_contiguous()
+            and not array.is_neg()
+        )
+        return array.data_ptr() if known else None
+
     def empty(self, shape, dtype):
         tensor = self.torch.empty(shape, dtype=self._dtype(dtype), device=self.torch_device)
         return tensor, Flat(tensor, tensor.data_ptr(), tensor.numel(), dtype)
@@ -181,6 +198,12 @@ class CupyDevice(Library):
         if array.dtype != dtype or not array.flags.c_contiguous:
             array = self.cupy.ascontiguousarray(array, dtype)
         return Flat(array, array.data.ptr, array.size, dtype)
+
+    def address_like(self, array, shape, dtype):
+        if type(array) is not self.cupy.ndarray or array.shape != shape or array.dtype != dtype:
+            return None
+        memory = array.data
+        return memory.ptr if array.flags.c_contiguous and memory.device_id == self.device else None
 
     def empty(self, shape, dtype):
         array = self.cupy.empty(shape, dtype)

@@ -4,8 +4,8 @@ Plain arithmetic in the precision of the points, shared by the CPU loops and the
 how a grid was chosen, and no answer does: cells only decide what need not be looked at.
 
 A grid is two small arrays. ``frame`` holds reals: the lower corner (x, y, z), the extents (x, y, z), the side of a
-cell, its reciprocal, the relative slack of a bound, the longest extent, and the smallest normal real. ``shape`` holds the number of cells along x,
-y and z. Cells are cubes; x varies fastest.
+cell, its reciprocal, the relative slack of a bound, the longest extent, and the smallest normal real. ``shape`` holds
+the number of cells along x, y and z. Cells are cubes; x varies fastest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_CELLS = 2**31 - 2
 
 # Points that an occupied cell should hold on average. Fewer means more empty cells to look up, more means more
 # distances to work out; the optimum is flat.
-POINTS_A_CELL = 3.0
+POINTS_A_CELL = 4.0
 
 # Occupancy is counted on lattices of 1, 2, 4, ... cells over the longest axis. The finest has this many.
 FINEST_LATTICE = 16
@@ -203,10 +203,10 @@ def reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, f
     return positive(cell - max(away_x, max(away_y, away_z)) - slack)
 
 
-# The other way round: a point whose square, as computed, is no more than `limit`, while the squares of its other two
-# axes are no less than `others`, is off by |d| <= sqrt((limit - others) + 4 u (limit + others)) along this axis: each of
-# the two sums and the product has rounded once. The relative slack is 16 u, and the smallest normal real is more than
-# products lose that underflow. So |q - x| <= reach (1 + 3 u), and where
+# The other way round: let the square of a point, as computed, be no more than `limit`, and the squares along its other two
+# axes no less than `others`. Each of the two sums and of the products has rounded once, so along this axis it is off by
+# |d| <= sqrt((limit - others) + 4 u (limit + others)); what products lose when they underflow is less than the smallest
+# normal real. With the relative slack of 16 u that is covered by `reach`, and |q - x| <= reach (1 + 3 u). Where
 # reach <= extent + |offset of q|, the roundings that lead from there to the offset of x stay below the slack of the axis,
 # as above; where reach is larger, the cells end at the walls of the grid anyway. `cell_along` is monotone, so x lies in
 # the cells that `cells_within` gives. If `others` overflows, no point is as near as a finite limit.

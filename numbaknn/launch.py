@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
+from threading import Lock
 
 import numpy as np
 from numba import cuda, types
@@ -74,9 +75,6 @@ class Flat:
 class Launch:
     """A kernel with its grid, blocks and arguments, ready to run."""
 
-    # Whether the first argument is the points that a build is made over.
-    reads_points = False
-
     def __init__(self, kernel, items, threads, *arguments, shared_bytes=0):
         self.kernel = kernel
         self.blocks = (items + threads - 1) // threads
@@ -90,20 +88,22 @@ class Launch:
         for argument in arguments:
             self._places.append(len(words) + (ADDRESS_WORD if isinstance(argument, Flat) else 0))
             words += _words_of(argument)
+        self._addresses = [argument.address if isinstance(argument, Flat) else None for argument in arguments]
         self._words = np.array(words, np.int64)
         self._pointers = self._words.ctypes.data + 8 * np.arange(len(words), dtype=np.uint64)
         self.parameters = self._pointers.ctypes.data
 
     def point(self, position, flat):
-        """Let an array argument be this memory, of the same length and dtype. Returns whether that changes anything."""
+        """Let an array argument be this memory, of the same length and dtype."""
         if SIMULATED:
             self.arguments[position] = flat
-            return True
-        place = self._places[position]
-        if self._words[place] == flat.address:
-            return False
-        self._words[place] = flat.address
-        return True
+        else:
+            self.point_at(position, flat.address)
+
+    def point_at(self, position, address):
+        """The same for an address."""
+        if self._addresses[position] != address:
+            self._words[self._places[position]] = self._addresses[position] = address
 
     def run(self, stream):
         """Put the launch on a stream (its handle, 0 for the default one)."""
@@ -119,40 +119,83 @@ class Launch:
 
 
 class Graph:
-    """Launches in a row, sent to the device by one call."""
+    """Launches in a row, sent to the device by one call.
 
-    def __init__(self, launches):
+    `changing` are the array arguments whose memory may be another one in every run: they are found among the arguments of
+    the launches, where they are the same object.
+    """
+
+    def __init__(self, launches, changing):
         self.launches = launches
+        self._places = [
+            [(n, place) for n, launch in enumerate(launches) for place, a in enumerate(launch.arguments) if a is flat]
+            for flat in changing
+        ]
         if SIMULATED:
             return
+        self._lock = Lock()
+        self._addresses = [flat.address for flat in changing]
         self._graph = _checked(driver.cuGraphCreate(0))
+        self._parameters = [_node_parameters(launch) for launch in launches]
         self._nodes, before = [], []
-        for launch in launches:
-            node = _checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), _node_parameters(launch)))
+        for parameters in self._parameters:
+            node = _checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), parameters))
             self._nodes.append(node)
             before = [node]
         self._executable = _checked(driver.cuGraphInstantiate(self._graph, 0))
 
-    def update(self, number):
-        """Take over the arguments of launch `number` as they are now. Replays under way keep the old ones."""
+    def run(self, flats, stream):
+        """Put all launches on a stream, with this memory for the changing arguments."""
         if not SIMULATED:
-            parameters = _node_parameters(self.launches[number])
-            _checked(driver.cuGraphExecKernelNodeSetParams(self._executable, self._nodes[number], parameters))
-
-    def replay(self, stream):
-        """Put all launches on a stream."""
-        if SIMULATED:
-            for launch in self.launches:
-                launch.run(stream)
+            self.run_at([flat.address for flat in flats], stream)
             return
-        result = driver.cuGraphLaunch(self._executable, stream)
-        if result[0]:
-            _raise(result[0])
+        for places, flat in zip(self._places, flats):
+            for number, place in places:
+                self.launches[number].point(place, flat)
+        for launch in self.launches:
+            launch.run(stream)
+
+    def run_at(self, addresses, stream):
+        """The same for a list of addresses, which in the simulator is empty. Runs under way keep theirs."""
+        if SIMULATED:
+            self.run(addresses, stream)
+            return
+        with self._lock:
+            if addresses != self._addresses:
+                self._take(addresses)
+            if stream and is_capturing(stream):
+                # a graph can't be put into another one by launching it
+                for launch in self.launches:
+                    launch.run(stream)
+                return
+            result = driver.cuGraphLaunch(self._executable, stream)
+            if result[0]:
+                _raise(result[0])
+
+    def _take(self, addresses):
+        changed = set()
+        for places, address, before in zip(self._places, addresses, self._addresses):
+            if address != before:
+                for number, place in places:
+                    self.launches[number].point_at(place, address)
+                    changed.add(number)
+        for n in changed:
+            result = driver.cuGraphExecKernelNodeSetParams(self._executable, self._nodes[n], self._parameters[n])
+            if result[0]:
+                _raise(result[0])
+        self._addresses = addresses
 
     def __del__(self):
         if not SIMULATED and getattr(self, "_executable", None) is not None:
             driver.cuGraphExecDestroy(self._executable)
             driver.cuGraphDestroy(self._graph)
+
+
+def is_capturing(stream):
+    """Whether what is put on a stream becomes part of a graph instead of running. The default stream, 0, can't capture."""
+    if SIMULATED or not stream:
+        return False
+    return bool(int(_checked(driver.cuStreamIsCapturing(stream))))
 
 
 def dispatch(kernel, items, threads, stream, *arguments):

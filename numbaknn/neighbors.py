@@ -17,7 +17,7 @@ from numbaknn.launch import Flat, Launch, has_device, read, write
 from numbaknn.loops.binning import first_bad_row
 from numbaknn.loops.interpolation import interpolate_loop
 from numbaknn.planning import Plan, check_like, plannable
-from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceGrid, DevicePlan, HostGrid, kept_device_grid
+from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceCall, DeviceGrid, HostGrid, run_once
 
 Target = Literal["auto", "cpu", "cuda"]
 Check = Literal["auto"] | bool
@@ -307,9 +307,10 @@ def _known_options(*options):
 
 def _options(*options):
     """The options of a query, checked once for each combination that can be remembered."""
-    hashable = all(type(option).__hash__ for option in options)
-    # an unhashable option is a wrong one; the check says which
-    return _known_options(*options) if hashable else _QueryOptions(*options)
+    try:
+        return _known_options(*options)
+    except TypeError:  # also for an unhashable option, which is a wrong one; the check says which
+        return _QueryOptions(*options)
 
 
 def _adopt_cloud(name, array):
@@ -518,13 +519,8 @@ class _KnnCall(_Call):
     def _run_on_device(self, queries, distances, indices, stream):
         library = _workspace_library(self._points, self._target)
         values = self._values if self._points.on_device else _uploaded(self._values, stream)
-        borrowed = (
-            values.borrowed()
-        )  # the kept grid must not keep the caller's points; `values` does until all is launched
-        grid = kept_device_grid(borrowed, *self._points.shape, self._dtype, library, stream)
-        with grid.lock:
-            grid.build(borrowed, stream)
-            grid.query(queries.borrowed(), self._queries.shape[0], self._options, distances, indices, stream)
+        flats = values, queries, distances, indices
+        run_once(self._points.shape, self._queries.shape[0], self._options, self._dtype, library, flats, stream)
 
 
 class _IndexCall(_Call):
@@ -580,6 +576,9 @@ class _IndexCall(_Call):
 class _NeighborsPlan(Plan):
     """A plan of `knn` (with the points as its first input) or of a query of an index."""
 
+    # Whether arrays that are just as the examples were can be taken by their addresses.
+    _quick = False
+
     def __init__(self, call):
         self._call = call
         self._examples = call.inputs
@@ -603,18 +602,33 @@ class _NeighborsPlan(Plan):
             library.empty(adopted.shape, self._dtype)[1] if self._staged else adopted.flat(self._dtype)
             for adopted in self._examples
         ]
-        grid = call.planned_grid
-        points = (flats[0], *call._points.shape) if grid is None else None
-        queries = flats[-1] if call._queries is not None else None
-        asked = call._asker.shape[0]
         self._inputs = flats if self._staged else None
-        self._device = DevicePlan(grid, points, queries, asked, self._options, self._dtype, library)
+        grid, builds = call.planned_grid, call.planned_grid is None
+        borrowed = [flat.borrowed() for flat in flats]
+        if builds:
+            grid = DeviceGrid(borrowed[0], *call._points.shape, self._dtype, library)
+        queries = borrowed[-1] if call._queries is not None else None
+        shape = call._shape
+        self._distances, flat_distances = library.empty(shape, self._dtype)
+        self._indices, flat_indices = library.empty(shape, self._options.index_dtype)
+        count = call._asker.shape[0]
+        answer = flat_distances, flat_indices
+        self._device = DeviceCall(grid, builds, queries, count, self._options, *answer, borrowed)
+        self._flat_answer = answer
         self.launches, self.device_bytes = self._device.launches, self._device.device_bytes
         if self._staged:
             self._answer = call._empty_answer()
+        as_they_are = all(adopted.dtype == self._dtype for adopted in self._examples)
+        self._quick = as_they_are and not self._staged and self._options.check_finite is not True
 
     def _run(self, arrays):
         examples = self._examples
+        if self._quick and len(arrays) == len(examples):
+            like = self._library.address_like
+            addresses = [like(array, example.shape, self._dtype) for array, example in zip(arrays, examples)]
+            if None not in addresses:
+                self._device.run_at(addresses, self._stream())
+                return self._distances, self._indices
         if len(arrays) != len(examples):
             names = ", ".join(example.name for example in examples) or "none"
             raise TypeError(f"the plan takes {len(examples)} arrays ({names}), came with {len(arrays)}")
@@ -628,14 +642,14 @@ class _NeighborsPlan(Plan):
                 _check_finite(now, flat, stream)
         if self._on_device and not self._staged:
             self._device.run(flats, stream)
-            return self._device.distances, self._device.indices
+            return self._distances, self._indices
         distances, flat_distances, indices, flat_indices = self._answer
         if self._on_device:
             for device, host in zip(self._inputs, flats):
                 write(device, host, stream)
             self._device.run(self._inputs, stream)
-            flat_distances[:] = read(self._device.flat_distances, stream)
-            flat_indices[:] = read(self._device.flat_indices, stream)
+            flat_distances[:] = read(self._flat_answer[0], stream)
+            flat_indices[:] = read(self._flat_answer[1], stream)
         else:
             self._call.run_on_host(flats, flat_distances, flat_indices)
         return hand_back(self._library, distances), hand_back(self._library, indices)

@@ -128,6 +128,12 @@ def square_of_gap_to(along, row, cell):
 
 
 @device
+def is_within(row, vertex, radius):
+    """Whether a row of cells is no more than `radius` cells from a vertex along its axis."""
+    return vertex - radius <= row and row < vertex + radius
+
+
+@device
 def next_radius(radius, whole, full):
     """How many cells from the vertex a search looks next, after `radius`; `whole` is the end.
 
@@ -153,14 +159,14 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
         first_y, last_y, first_z, last_z = rows_of_ball(place, radius, squares[-1], frame, shape)
         for row_z in range(first_z, np.int32(last_z + 1)):
             gap_zz = square_of_gap_to(along_z, row_z, cell)
-            seen_z = vertex_z - done <= row_z and row_z < vertex_z + done
+            seen_z = is_within(row_z, vertex_z, done)
             for row_y in range(first_y, np.int32(last_y + 1)):
                 gap_yy = square_of_gap_to(along_y, row_y, cell)
                 if total(total(all_xx, gap_yy), gap_zz) > squares[-1]:
                     continue
                 row = row_of(row_y, row_z, shape[0], shape[1])
                 first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
-                if seen_z and vertex_y - done <= row_y and row_y < vertex_y + done:
+                if seen_z and is_within(row_y, vertex_y, done):
                     # a row that runs through the block already seen: only the two ends are new
                     end = np.int32(min(vertex_x - done - 1, last))
                     if first <= end:
@@ -221,11 +227,11 @@ def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indic
 
 
 @device
-def search_part_of_ball(part, parts, x, y, z, itself, radius, table, starts, frame, shape, squares, indices):
+def search_part_of_ball(part, parts, x, y, z, itself, done, radius, table, starts, frame, shape, squares, indices):
     """The list after every `parts`-th row, from `part` on, of the cells that `widen` would look at next.
 
-    For threads that share a query. What has been seen is looked at again, which changes no list of one: a point that is in
-    it does not come before itself.
+    For threads that share a query. Some of what has been seen, up to `done` cells from the vertex, is looked at again, which
+    changes no list of one: a point that is in it does not come before itself.
     """
     cell = frame[CELL]
     place = place_of(x, y, z, frame, shape)
@@ -238,6 +244,12 @@ def search_part_of_ball(part, parts, x, y, z, itself, radius, table, starts, fra
         row_z = np.int32(first_z + np.int32(number // rows_y))
         gap_yy, gap_zz = square_of_gap_to(along_y, row_y, cell), square_of_gap_to(along_z, row_z, cell)
         first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
+        if is_within(row_y, along_y[2], done) and is_within(row_z, along_z[2], done):
+            # the row runs through the block already seen; unless it comes out at both ends, only one end is new
+            if first >= along_x[2] - done:
+                first = max(first, np.int32(along_x[2] + done))
+            elif last < along_x[2] + done:
+                last = np.int32(along_x[2] - done - 1)
         if first <= last:
             row = row_of(row_y, row_z, shape[0], shape[1])
             first, last = starts[np.uintp(row + first)], starts[np.uintp(row + last + 1)]
@@ -283,7 +295,7 @@ def write_overflown(x, y, z, itself, points, dimensions, count, first, found, wa
 def write_answer(
     row, x, y, z, itself, points, point_count, dimensions, starts, shape, bounded, k, squared, distances, indices, found
 ):
-    """Write the list `found`, a pair (squares, indices), to the output's row, and behind it points whose squares overflow."""
+    """Write the list `found`, a pair (squares, indices), to the output's row, then points whose squares overflow."""
     missing = as_type_of(point_count, found[1][0])
     count = write_found(found[0], found[1], len(found[0]) - k, row * k, missing, squared, distances, indices)
     if count < k and not bounded and is_finite(x, y, z):

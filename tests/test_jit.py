@@ -44,7 +44,7 @@ RANKS = [
     {"launch", "errors"},
     {"kernels.*", "loops.*"},
     {"search", "weights"},
-    {"geometry", "topk"},
+    {"geometry", "topk", "block"},
     {"lanes"},
     {"jit"},
 ]

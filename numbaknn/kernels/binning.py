@@ -12,6 +12,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, int32, int64
 
+from numbaknn.block import largest_six_in_block, sum_before, sum_in_block
 from numbaknn.geometry import (
     EXTENT,
     FINEST_LATTICE,
@@ -28,7 +29,6 @@ from numbaknn.geometry import (
     write_frame,
 )
 from numbaknn.jit import device, kernel
-from numbaknn.kernels.block import largest_six_in_block, sum_before, sum_in_block
 from numbaknn.lanes import as_type_of, bits_of, fold, order_key, product, real_of_key, store_point
 
 # `bounds` holds the order keys of the highest coordinates, those of the lowest ones negated, and the number of finite

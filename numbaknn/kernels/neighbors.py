@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, int32
 
+from numbaknn.block import EVERY_LANE, WARP, lanes_with
 from numbaknn.geometry import (
     LOW,
     PER_CELL,
@@ -18,13 +19,11 @@ from numbaknn.geometry import (
     vertex_along,
 )
 from numbaknn.jit import device, kernel
-from numbaknn.kernels.block import EVERY_LANE, WARP, lanes_with
 from numbaknn.lanes import as_type_of, bits_of, load_point, product, root
 from numbaknn.search import answer, next_radius, search_part_of_ball, write_answer
 from numbaknn.topk import before
 
-# Threads that share a query of nearest_kernel, at first and if it has to go on.
-TEAM = min(2, WARP)
+# Threads that share a query of nearest_kernel which has to go on.
 HELPERS = min(8, WARP)
 # Queries of the largest block.
 MOST_QUERIES = 256
@@ -85,7 +84,7 @@ def knn_kernel(capacity, among_themselves):
 def stretch_of_row(step, vertex_x, vertex_y, vertex_z, starts, shape):
     """(first, last + 1) packed point of one of the four rows of cells around a vertex, `step` 0 to 3; empty outside the
     grid."""
-    row_y, row_z = np.int32(vertex_y - (step & 1)), np.int32(vertex_z - (step >> 1))
+    row_y, row_z = np.int32(vertex_y - (step & ONE)), np.int32(vertex_z - (step >> ONE))
     if row_y < 0 or row_y >= shape[1] or row_z < 0 or row_z >= shape[2]:
         return NONE, NONE
     row = row_of(row_y, row_z, shape[0], shape[1])
@@ -132,11 +131,10 @@ def slot_of(n, ends, ahead):
 
 
 @device
-def look_around_together(lane, x, y, z, itself, table, starts, frame, shape, square, index):
-    """search.look_around for a list of one by a team, whose lanes share out the packed points.
+def look_around_at_once(x, y, z, itself, table, starts, frame, shape, square, index):
+    """search.look_around for a list of one, with the four stretches of points gone through as one.
 
-    The four stretches of points are gone through as one: the lanes of a warp then wait for the longest of all, not for the
-    longest of the first, of the second, and so on.
+    The lanes of a warp then wait for the longest of all, not for the longest of the first, of the second, and so on.
     """
     per_cell = frame[PER_CELL]
     offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
@@ -153,19 +151,18 @@ def look_around_together(lane, x, y, z, itself, table, starts, frame, shape, squ
     end_3 = np.int32(end_2 + last_3 - first_3)
     ends = end_0, end_1, end_2, end_3
     ahead = first_0, np.int32(first_1 - end_0), np.int32(first_2 - end_1), np.int32(first_3 - end_2)
-    n = np.int32(lane)
+    n = NONE
     while n < end_3:
         # four on their way at a time; behind the last, that one again
         one = load_point(table, slot_of(n, ends, ahead))
-        two = load_point(table, slot_of(np.int32(n + TEAM), ends, ahead))
-        three = load_point(table, slot_of(np.int32(n + 2 * TEAM), ends, ahead))
-        four = load_point(table, slot_of(np.int32(n + 3 * TEAM), ends, ahead))
+        two = load_point(table, slot_of(np.int32(n + 1), ends, ahead))
+        three = load_point(table, slot_of(np.int32(n + 2), ends, ahead))
+        four = load_point(table, slot_of(np.int32(n + 3), ends, ahead))
         square, index = nearer(x, y, z, itself, one, square, index)
         square, index = nearer(x, y, z, itself, two, square, index)
         square, index = nearer(x, y, z, itself, three, square, index)
         square, index = nearer(x, y, z, itself, four, square, index)
-        n = np.int32(n + 4 * TEAM)
-    square, index = nearest_of_lanes(square, index, TEAM)
+        n = np.int32(n + 4)
     reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)
     return square, index, product(reach, reach) > square
 
@@ -191,7 +188,7 @@ def nearest_kernel(among_themselves):
         distances,
         indices,
     ):
-        """Each query is looked at by a team of TEAM threads, and if it has to go on, by HELPERS threads together.
+        """Each query is looked at by a thread, and if it has to go on, by HELPERS threads together.
 
         Most queries are done with the cells around them. Were the others to go on by themselves, nearly every warp would
         wait for a few of its lanes: so they are put on a list, which the block then shares out.
@@ -208,23 +205,19 @@ def nearest_kernel(among_themselves):
             waiting[0] = 0
         cuda.syncthreads()
 
-        asked = np.int32(cuda.blockDim.x // TEAM)
-        first_row = np.int64(cuda.blockIdx.x) * asked
-        lane, team = np.int32(thread % TEAM), np.int32(thread // TEAM)
-        row = min(first_row + team, query_count - 1)
-        x, y, z = read_point(queries, row, dimensions)
-        itself = as_type_of(row, missing) if among_themselves else as_type_of(-1, missing)
-        square, index, complete = look_around_together(
-            lane, x, y, z, itself if among_themselves else None, table, starts, frame, shape, limit, missing
-        )
-        if lane == 0 and first_row + team < query_count:
+        row = cuda.grid(1)
+        first_row = row - thread
+        if row < query_count:
+            x, y, z = read_point(queries, row, dimensions)
             solid = is_finite(x, y, z)
+            itself = as_type_of(row, missing) if among_themselves else None
+            square, index, complete = look_around_at_once(x, y, z, itself, table, starts, frame, shape, limit, missing)
             if complete and solid and index < missing:
                 distances[row] = square if squared else root(square)
                 indices[row] = index
             else:
                 place = cuda.atomic.add(waiting, 0, 1)
-                going_on[place] = team
+                going_on[place] = thread
                 radii[place] = ONE if solid and not complete else whole
                 squares_so_far[place] = square if solid else limit
                 indices_so_far[place] = index if solid else missing
@@ -242,9 +235,10 @@ def nearest_kernel(among_themselves):
             radius = radii[place] if helping else whole
             while lanes_with(radius < whole) != 0:
                 if radius < whole:
-                    radius = next_radius(radius, whole, index < missing)
+                    done = radius
+                    radius = next_radius(done, whole, index < missing)
                     (square,), (index,) = search_part_of_ball(
-                        lane, HELPERS, x, y, z, itself, radius, table, starts, frame, shape, (square,), (index,)
+                        lane, HELPERS, x, y, z, itself, done, radius, table, starts, frame, shape, (square,), (index,)
                     )
                 square, index = nearest_of_lanes(square, index, HELPERS)
             if helping and lane == 0:

@@ -15,8 +15,8 @@ import numpy as np
 
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.kernels import binning as stages
-from numbaknn.kernels.neighbors import TEAM, knn_kernel, nearest_kernel
-from numbaknn.launch import Graph, Launch
+from numbaknn.kernels.neighbors import knn_kernel, nearest_kernel
+from numbaknn.launch import Graph, Launch, is_capturing
 from numbaknn.loops import binning as binning_loops
 from numbaknn.loops.neighbors import knn_loop
 from numbaknn.search import PACE
@@ -44,8 +44,8 @@ SMALL_CELLS = 28000
 POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
 
-# Grids, with their workspace of about 60 bytes a point, that the one-shot calls keep for the next call of the same shape
-# on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
+# Calls, with their workspace of about 60 bytes a point, that the one-shot functions keep for the next one of the same
+# shapes on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
 MOST_KEPT = 16
 MOST_KEPT_ROWS = 1 << 20
 
@@ -143,8 +143,6 @@ class DeviceGrid:
         self.starts = self._empty(cells + 1, np.int32)
         make = self._small_stages if small else self._large_stages
         self.launches = make(cells, (float(cell_size), cells, *limits))
-        for launch in self.launches:
-            launch.reads_points = launch.arguments[0] is points
         self._queries = {}
         self.lock = RLock()
 
@@ -194,10 +192,12 @@ class DeviceGrid:
         return Launch(stages.scatter_kernel, self.rows, threads, *arguments)
 
     def point(self, points):
-        """Let the launches of the build read these points: the numbers of those launches that changed."""
-        self.points = points
-        reading = (n for n, launch in enumerate(self.launches) if launch.reads_points)
-        return [number for number in reading if self.launches[number].point(0, points)]
+        """Let the launches of the build read these points."""
+        before, self.points = self.points, points
+        for launch in self.launches:
+            if launch.arguments[0] is before:
+                launch.arguments[0] = points
+                launch.point(0, points)
 
     def build(self, points, stream):
         """Lay the grid over flat points. They are read again by queries: they must stay as they are."""
@@ -215,9 +215,9 @@ class DeviceGrid:
         bound = square_limit(options.bound, self.dtype), bool(options.bound != np.inf)
         wanted, answer = (options.squared,), (distances.borrowed(), indices.borrowed())
         if options.k == 1:
-            kernel, threads = nearest_kernel(among_themselves), count * TEAM
-            return Launch(kernel, threads, QUERY_THREADS, count, asked, *cloud, *grid, *bound, *wanted, *answer)
-        kernel, wanted = knn_kernel(capacity(options.k), among_themselves), (options.k, options.squared)
+            kernel = nearest_kernel(among_themselves)
+        else:
+            kernel, wanted = knn_kernel(capacity(options.k), among_themselves), (options.k, options.squared)
         return Launch(kernel, count, QUERY_THREADS, count, asked, *cloud, *grid, *bound, *wanted, *answer)
 
     def query(self, queries, count, options, distances, indices, stream):
@@ -229,54 +229,35 @@ class DeviceGrid:
                 if len(self._queries) >= MOST_KEPT:
                     self._queries.clear()
                 launch = self._queries[key] = self.query_launch(queries, count, options, distances, indices)
-            self.point_query(launch, queries, distances, indices)
+            launch.point(1, self.points if queries is None else queries)
+            launch.point(2, self.points)
+            launch.point(len(launch.arguments) - 2, distances)
+            launch.point(len(launch.arguments) - 1, indices)
             launch.run(stream)
 
-    def point_query(self, launch, queries, distances, indices):
-        """Let a query read and write here. Returns whether anything changed."""
-        changed = launch.point(1, self.points if queries is None else queries)
-        changed |= launch.point(2, self.points)
-        changed |= launch.point(len(launch.arguments) - 2, distances)
-        changed |= launch.point(len(launch.arguments) - 1, indices)
-        return changed
 
+class DeviceCall:
+    """A call with its shapes fixed and its workspace allocated, run again and again on memory of these shapes.
 
-class DevicePlan:
-    """A call with its shapes fixed, its buffers allocated and its launches in one graph.
-
-    `grid`: a built one, or None for a call that builds its own over the first input. Inputs at other addresses are taken
-    by updating the nodes of the graph that read them; their memory need not outlive the call but in the order of the
-    stream.
+    `grid`: a grid, and `builds` whether the call builds it. `changing`: the flat arguments that may be other memory in
+    every run, in the order in which `run` takes them.
     """
 
-    def __init__(self, grid, points, queries, count, options, dtype, library):
-        """points: (flat, rows, dimensions) of a call that builds. queries: flat, None for the points themselves."""
-        self._builds = grid is None
-        if grid is None:
-            flat, rows, dimensions = points
-            grid = DeviceGrid(flat.borrowed(), rows, dimensions, dtype, library)
+    def __init__(self, grid, builds, queries, count, options, distances, indices, changing):
         self._grid = grid
-        shape = (count,) if options.k == 1 else (count, options.k)
-        self.distances, self.flat_distances = library.empty(shape, dtype)
-        self.indices, self.flat_indices = library.empty(shape, options.index_dtype)
-        self._asks = queries is not None
-        borrowed = queries.borrowed() if self._asks else None
-        query = grid.query_launch(borrowed, count, options, self.flat_distances, self.flat_indices)
-        self._graph = Graph([*(grid.launches if self._builds else ()), query])
+        query = grid.query_launch(queries, count, options, distances, indices)
+        launches = [*grid.launches, query] if builds else [query]
+        self._graph = Graph(launches, changing)
         self.device_bytes = grid.device_bytes
-        self.launches = len(self._graph.launches)
+        self.launches = len(launches)
 
     def run(self, flats, stream):
-        """Replay on flat inputs: the points of a plan that builds, the queries of one that was given some."""
-        grid, graph = self._grid, self._graph
-        with grid.lock:
-            if self._builds:
-                for number in grid.point(flats[0].borrowed()):
-                    graph.update(number)
-            queries = flats[-1] if self._asks else None
-            if grid.point_query(graph.launches[-1], queries, self.flat_distances, self.flat_indices):
-                graph.update(len(graph.launches) - 1)
-            graph.replay(stream)
+        """Run on this memory, which need not outlive the call but in the order of the stream."""
+        self._graph.run(flats, stream)
+
+    def run_at(self, addresses, stream):
+        """The same for addresses."""
+        self._graph.run_at(addresses, stream)
 
 
 class Kept:
@@ -301,16 +282,29 @@ class Kept:
         return item
 
 
-_grids = Kept(MOST_KEPT)
+_calls = Kept(MOST_KEPT)
+
+# Calls that have become part of a caller's graph, which may be replayed for as long as the process lives.
+_captured = set()
 
 
-def kept_device_grid(points, rows, dimensions, dtype, library, stream):
-    """A grid with its workspace for a one-shot call: of the same shape, on the same stream, the same one each time.
+def run_once(shape, count, options, dtype, library, flats, stream):
+    """A one-shot call for points of this shape, in a workspace that is kept: of the same shapes, on the same stream, the
+    same one each time. `flats`: points, queries, distances, indices.
 
     A stream runs its work in order, so the next call can't overwrite what an earlier one still needs; another stream
-    gets a grid of its own.
+    gets a workspace of its own. A caller's memory isn't kept.
     """
-    if rows > MOST_KEPT_ROWS:
-        return DeviceGrid(points, rows, dimensions, dtype, library)
-    key = rows, dimensions, dtype, library, stream
-    return _grids.get(key, lambda: DeviceGrid(points, rows, dimensions, dtype, library))
+
+    def make():
+        points, queries, *answer = borrowed = [flat.borrowed() for flat in flats]
+        grid = DeviceGrid(points, *shape, dtype, library)
+        return DeviceCall(grid, True, queries, count, options, *answer, borrowed)
+
+    if shape[0] <= MOST_KEPT_ROWS:
+        call = _calls.get((shape, count, options, dtype, library, stream), make)
+    else:
+        call = make()
+    call.run(flats, stream)
+    if stream and is_capturing(stream):
+        _captured.add(call)
