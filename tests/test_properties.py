@@ -17,7 +17,7 @@ SETTINGS = settings(
 )
 
 DTYPES = st.sampled_from([np.float32, np.float64])
-LENGTHS = st.sampled_from([1, 3, 8, 32])
+LENGTHS = st.sampled_from([1, 3, 8, 32, 40])
 
 
 @st.composite
