@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from math import prod
 from typing import Any, Literal, NamedTuple
 
 import numba
@@ -522,10 +521,10 @@ class _Call:
 
     def _check_memory(self):
         """Raise if the answer can't fit, on the device as well where it is made there for host arrays."""
-        options = self._options
-        what = f"k={options.k} neighbours of each of {self._asker.shape[0]:,} queries"
-        for library in {self._asker.library, _workspace_library(self._asker, self._target)}:
-            check_fits(what, prod(self._shape), (self._dtype, options.index_dtype), library)
+        asker, options = self._asker, self._options
+        for library in {asker.library, _workspace_library(asker, self._target)}:
+            what = f"k={options.k} neighbours of each of {asker.shape[0]:,} queries"
+            check_fits(what, asker.shape[0] * options.k, (self._dtype, options.index_dtype), library)
 
     def _empty_answer(self):
         library = self._asker.library
@@ -547,7 +546,8 @@ class _Call:
         """The answer, in the kind of the caller's arrays."""
         asker, options, target = self._asker, self._options, self._target
         library, (count, k) = asker.library, (asker.shape[0], options.k)
-        self._check_memory()
+        if k > 1:
+            self._check_memory()
         stream = library.stream() if target == "cuda" else 0
         values = None if self._queries is None else asker.flat(self._dtype)
         self._check(values, stream)

@@ -45,8 +45,8 @@ class Entry:
     """A kernel.
 
     registers: as measured for sm_90 in float32 and in float64; MARGIN more are let pass. loads, stores: at least so many
-    128-bit loads and stores. fused: whether products and sums of reals may be fused. own: see above. reals: the types that
-    it is compiled for.
+    128-bit loads and stores. fused: whether products and sums of reals may be fused. reals: the types that it is compiled
+    for. threads: the size of its blocks, if that is compiled in. own: see above.
     """
 
     kernel: object
@@ -57,7 +57,6 @@ class Entry:
     reals: tuple = (types.float32, types.float64)
     threads: int | None = None
     own: dict = field(default_factory=dict)
-    reals: tuple = (types.float32, types.float64)
 
 
 def strided(dtype):
@@ -94,30 +93,29 @@ for itemsize, reals in ((4, (types.float32,)), (8, (types.float64,))):
             threads=threads,
         )
 KNN_REGISTERS = {2: (67, 98), 4: (79, 106), 8: (90, 154), 16: (119, 193), 32: (176, 248)}
+EPS_REGISTERS = {1: (77, 115), 2: (77, 116), 4: (90, 128), 8: (94, 152), 16: (122, 191), 32: (158, 244)}
 for among_themselves in (False, True):
     for capacity in CAPACITIES[1:]:
         kernel = neighbors.knn_kernel(capacity, among_themselves)
         KERNELS[f"knn_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, KNN_REGISTERS[capacity], loads=1)
+    for capacity, registers in EPS_REGISTERS.items():
+        kernel = neighbors.knn_eps_kernel(capacity, among_themselves)
+        KERNELS[f"knn_eps_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, registers, loads=1)
     kernel = neighbors.nearest_kernel(among_themselves)
     KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (80, 120), loads=1)
 
-
 KERNELS |= {
-    f"knn_eps_kernel[{capacity}]": Entry(neighbors.knn_eps_kernel(capacity), KNN_REGISTERS[capacity], loads=1)
-    for capacity in CAPACITIES
-}
-KERNELS |= {
-    "count_balls_kernel": Entry(balls.count_balls_kernel, (53, 72), loads=1),
-    "fill_balls_kernel": Entry(balls.fill_balls_kernel, (56, 74), loads=1),
+    "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),
+    "fill_balls_kernel": Entry(balls.fill_balls_kernel, (54, 72), loads=1),
     "lengths_kernel": Entry(balls.lengths_kernel, (28,)),
     "sum_counts_kernel": Entry(balls.sum_counts_kernel, (32,)),
     "sum_tiles_kernel": Entry(balls.sum_tiles_kernel, (28,)),
     "add_tiles_kernel": Entry(balls.add_tiles_kernel, (20,)),
     "borders_kernel": Entry(balls.borders_kernel, (12,)),
-    "long_list_kernel": Entry(lists.long_list_kernel, (62, 72), loads=1),
+    "long_list_kernel": Entry(lists.long_list_kernel, (64, 80), loads=1),
 }
 # made for a type of reals each, as that of their shared memory is compiled in
-MADE = {"list_kernel": (62, 72), "sort_balls_kernel": (43, 40)}
+MADE = {"list_kernel": (64, 78), "sort_balls_kernel": (43, 39)}
 KERNELS |= {
     f"{name}[{real}]": Entry(getattr(lists, name)(real), (registers,), loads=int(name == "list_kernel"), reals=(real,))
     for name, measured in MADE.items()

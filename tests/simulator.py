@@ -39,6 +39,7 @@ SMALL = [
     ),
     ("numbaknn.plans.neighbors", "MOST_CELLS_A_POINT", 2),
     ("numbaknn.plans.neighbors", "LIST_THREADS", 4),
+    ("numbaknn.kernels.lists", "ROW_LANES", 2),
     ("numbaknn.plans.balls", "BALL_THREADS", 4),
     ("numbaknn.plans.balls", "SCAN_THREADS", 4),
     ("numbaknn.plans.balls", "ONE_BLOCK", 4),

@@ -13,7 +13,6 @@ from numba import cuda, int32
 from numbaknn.balls import box_of_ball, first_row, next_row, slots_of_row
 from numbaknn.geometry import CELL, is_finite, read_point, square_distance
 from numbaknn.jit import device, kernel
-from numbaknn.kernels.block import sum_before
 from numbaknn.lanes import as_type_of, bits_of, load_point, order_key, real_of_key, root
 from numbaknn.lists import (
     BINS,
@@ -34,7 +33,7 @@ ROW_LANES = 8
 # memory of a size given at the launch then starts behind it at one place for all types.
 NUMBERS = 4
 
-# The largest block of threads: more would wait for each other longer than they search.
+# The largest block of threads: the sums of the bins are in shared memory, one for each.
 MOST_THREADS = 256
 
 
@@ -181,10 +180,10 @@ def count_bins(x, y, z, itself, place, box, limit, tied, low, base, shift, table
 
 
 @device
-def bin_of_rank(bins, wanted, numbers):
+def bin_of_rank(bins, wanted, sums, numbers):
     """(the bin in which the count reaches `wanted`, how many come before that bin); (BINS, 0) if it never does.
 
-    numbers: shared, int32, NUMBERS.
+    sums, numbers: shared, int32, of one for each thread and of NUMBERS.
     """
     thread, threads = cuda.threadIdx.x, cuda.blockDim.x
     # an odd stretch, so that the threads of a warp meet different banks
@@ -194,9 +193,13 @@ def bin_of_rank(bins, wanted, numbers):
     mine = 0
     for n in range(first, last):
         mine += bins[n]
+    sums[thread] = mine
     if thread == 0:
         numbers[1], numbers[2] = BINS, 0
-    counted, _ = sum_before(mine, threads)
+    cuda.syncthreads()
+    counted = 0
+    for other in range(thread):
+        counted += sums[other]
     if counted < wanted and counted + mine >= wanted:
         for n in range(first, last):
             if counted + bins[n] >= wanted:
@@ -210,7 +213,7 @@ def bin_of_rank(bins, wanted, numbers):
 
 
 @device
-def narrowed(x, y, z, itself, place, limit, missing, k, room, table, starts, frame, shape, bins, numbers):
+def narrowed(x, y, z, itself, place, limit, missing, k, room, table, starts, frame, shape, bins, sums, numbers):
     """The pair (square, index) that the k nearest points, and no more than `room`, are up to. More than `room` are within
     `limit`.
 
@@ -226,7 +229,7 @@ def narrowed(x, y, z, itself, place, limit, missing, k, room, table, starts, fra
         while (high - low - 1) >> shift >= BINS:
             shift += 1
         count_bins(x, y, z, itself, place, box, limit, tied, low, low + 1, shift, table, starts, frame, shape, bins)
-        found, counted = bin_of_rank(bins, k - below, numbers)
+        found, counted = bin_of_rank(bins, k - below, sums, numbers)
         below += counted
         held = below + bins[found]
         high = min(low + ((found + 1) << shift), high)
@@ -303,6 +306,7 @@ def find_in_block(
     indices,
     first_index,
     bins,
+    sums,
     numbers,
 ):
     """Write the k nearest points of a query, none with a square above `limit`, and up to `room` in all, in ascending
@@ -327,7 +331,7 @@ def find_in_block(
     if points > room or not is_whole:
         base, shift = bins_for(place, block, limit, frame[CELL], mantissa)
         count_bins(x, y, z, itself, place, block, limit, False, -1, base, shift, table, starts, frame, shape, bins)
-        last, _ = bin_of_rank(bins, k, numbers)
+        last, _ = bin_of_rank(bins, k, sums, numbers)
         near = last_of_bin(last, base, shift, limit)  # a square that k points of the block are within
 
     last_index, held = missing, room + 1
@@ -353,7 +357,7 @@ def find_in_block(
         )
         if held > room:  # a crowd at that distance
             near, last_index = narrowed(
-                x, y, z, itself, place, near, missing, k, room, table, starts, frame, shape, bins, numbers
+                x, y, z, itself, place, near, missing, k, room, table, starts, frame, shape, bins, sums, numbers
             )
     sort_in_block(squares, first_square, indices, first_index, held)
     return min(held, k)
@@ -390,6 +394,7 @@ def answer_in_block(
     output itself, or in shared memory. The others are as in search.answer.
     """
     bins = cuda.shared.array(BINS, int32)
+    sums = cuda.shared.array(MOST_THREADS, int32)
     numbers = cuda.shared.array(NUMBERS, int32)
     x, y, z = read_point(queries, row, dimensions)
     itself = row if among_themselves else -1
@@ -416,6 +421,7 @@ def answer_in_block(
             nearest,
             first_index,
             bins,
+            sums,
             numbers,
         )
     for n in range(cuda.threadIdx.x, k, cuda.blockDim.x):
