@@ -27,6 +27,7 @@ TABLES = {
         [("launch", "Synchronised", {"query plan": "numbaknn, plan"}), ("neighbors", "Query", {})],
     ),
     "build": ("Build, waited for", [("neighbors", "Build", {})]),
+    "balls": ("All points within a radius, waited for", [("balls", "Balls", {})]),
     "pipelined": (
         "numbaknn back to back, one wait behind the last, a call",
         [("launch", "Pipelined", NUMBAKNN_CALLS), ("launch", "PipelinedMore", NUMBAKNN_CALLS)],
@@ -138,9 +139,13 @@ def order(case):
 
 
 def label(case):
-    """(n_queries, n_points, k, cloud, dtype), or (n_points, cloud, dtype) of a build."""
+    """(n_queries, n_points, k, cloud, dtype), (n_points, cloud, dtype) of a build, or (answer, n_queries, n_points,
+    average, cloud, dtype) of balls."""
     *sizes, cloud, dtype = case
-    if len(sizes) == 1:
+    if isinstance(sizes[0], str):
+        answer, *sizes = sizes
+        words = [f"{answer}, {sizes[0]:,} × {sizes[1]:,}", f"{sizes[2]} in each"]
+    elif len(sizes) == 1:
         words = [f"{sizes[0]:,} points"]
     else:
         words = [f"{sizes[0]:,} × {sizes[1]:,}", f"k={sizes[2]}"]

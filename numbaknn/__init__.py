@@ -6,9 +6,9 @@ answered in kind.
 """
 
 from numbaknn.errors import NoDeviceError
-from numbaknn.neighbors import GridIndex, interpolate, knn
+from numbaknn.neighbors import Balls, GridIndex, interpolate, knn
 from numbaknn.planning import Plan, plan
 
 __version__ = "0.1.0"
 
-__all__ = ["GridIndex", "NoDeviceError", "Plan", "__version__", "interpolate", "knn", "plan"]
+__all__ = ["Balls", "GridIndex", "NoDeviceError", "Plan", "__version__", "interpolate", "knn", "plan"]

@@ -20,7 +20,8 @@ from numba import cuda
 
 from numbaknn.jit import SIMULATED
 from numbaknn.kernels.copying import convert_kernel, pack_kernel, take_rows_kernel
-from numbaknn.launch import Flat, Launch, dispatch
+from numbaknn.launch import Flat, Launch, dispatch, free_device_bytes
+from numbaknn.memory import free_host_bytes
 
 THREADS = 256
 
@@ -74,6 +75,10 @@ class Library:
     def narrowed(self, array, adopted):
         """An array that `empty` made, in the half precision of another."""
         return array.astype(adopted.dtype)
+
+    def free_bytes(self):
+        """Bytes that `empty` may still find; None if unknown."""
+        return free_host_bytes() if self.device is None else free_device_bytes()
 
     def stream(self):
         """The handle of the stream that the caller is on."""
@@ -175,6 +180,11 @@ class TorchDevice(TorchHost):
         tensor = self.torch.empty(shape, dtype=self._dtype(dtype), device=self.torch_device)
         return tensor, Flat(tensor, tensor.data_ptr(), tensor.numel(), dtype)
 
+    def free_bytes(self):
+        with self.torch.cuda.device(self.torch_device):
+            kept = self.torch.cuda.memory_reserved() - self.torch.cuda.memory_allocated()
+            return free_device_bytes() + kept
+
     def stream(self):
         return self.torch.cuda.current_stream(self.torch_device).cuda_stream
 
@@ -208,6 +218,9 @@ class CupyDevice(Library):
     def empty(self, shape, dtype):
         array = self.cupy.empty(shape, dtype)
         return array, Flat(array, array.data.ptr, array.size, dtype)
+
+    def free_bytes(self):
+        return free_device_bytes() + self.cupy.get_default_memory_pool().free_bytes()
 
     def stream(self):
         return self.cupy.cuda.get_current_stream().ptr

@@ -10,8 +10,6 @@ import operator
 
 import numpy as np
 
-from numbaknn.topk import CAPACITIES
-
 # Rows are numbered in 32 bits inside a grid.
 MOST_ROWS = 2**31 - 1
 
@@ -47,7 +45,7 @@ def check_same_dimensions(points_shape, queries_shape):
 
 
 def check_k(k):
-    """k as an int from 1 to the longest list."""
+    """k as an int, 1 or more."""
     if isinstance(k, (bool, np.bool_)):
         raise TypeError(f"k must be an integer, came as {k!r}")
     try:
@@ -56,8 +54,6 @@ def check_k(k):
         raise TypeError(f"k must be an integer, came as {k!r} of type {type(k).__name__}") from None
     if k < 1:
         raise ValueError(f"k must be at least 1, came as {k}")
-    if k > CAPACITIES[-1]:
-        raise ValueError(f"k must be at most {CAPACITIES[-1]} in this version, came as {k}")
     return k
 
 

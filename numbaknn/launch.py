@@ -47,6 +47,11 @@ def has_device():
         return False
 
 
+def free_device_bytes():
+    """Bytes that the current device has free; None in the simulator."""
+    return None if SIMULATED else int(_checked(driver.cuMemGetInfo())[0])
+
+
 class Flat:
     """Packed one-dimensional device memory, as kernels take it.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numba
 import numpy as np
@@ -16,7 +16,9 @@ from numbaknn.kernels.interpolation import interpolate_kernel
 from numbaknn.launch import Flat, Launch, has_device, read, write
 from numbaknn.loops.binning import first_bad_row
 from numbaknn.loops.interpolation import interpolate_loop
+from numbaknn.memory import check_fits
 from numbaknn.planning import Plan, check_like, plannable
+from numbaknn.plans.balls import DeviceBalls, HostBalls
 from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceCall, DeviceGrid, HostGrid, run_once
 
 Target = Literal["auto", "cpu", "cuda"]
@@ -49,13 +51,13 @@ def knn(
         ``numpy.result_type`` has it. Never written to.
     queries : array (Q, D)
         On the same device as `points`.
-    k : int, 1 to 32
+    k : int, 1 or more
         More than M neighbours are padded as missing.
     distance_upper_bound : float
         Only neighbours at a distance below this. Compared as a double with the distance that is returned.
     eps : float
-        As in SciPy, the k-th distance returned is at most (1 + eps) times the true one. The answer is exact for every
-        eps.
+        As in SciPy, the k-th distance returned is at most (1 + eps) times the true one, which lets a search stop earlier.
+        Which of the neighbours within that are returned may differ between targets. Beyond k=32 the answer is exact.
     squared : bool
         Return squared distances. Bounds stay plain distances.
     index_dtype : "int64" or "int32"
@@ -77,6 +79,8 @@ def knn(
     ------
     ValueError, TypeError
         Before any work, naming the argument.
+    MemoryError
+        Before any work, if the answer is larger than the memory that is free.
 
     Notes
     -----
@@ -118,7 +122,7 @@ def interpolate(
     values : array (M,) or (M, ...)
         One value, or one row of values, a point; on the same device as `points`.
     queries : array (Q, D)
-    k : int, 1 to 32
+    k : int, 1 or more
         With k=1 every query takes its nearest point's value, unchanged and of any dtype (labels, colours, text). With
         more it takes the weighted mean of its k nearest, summed in double precision.
     weights : "distance" or "uniform"
@@ -276,6 +280,86 @@ class GridIndex:
         options = _options(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
         return _IndexCall(self, queries, options).run()
 
+    def query_ball_point(
+        self,
+        queries: Any,
+        r: float,
+        *,
+        return_sorted: bool = True,
+        return_length: bool = False,
+        index_dtype: Any = "int64",
+        check_finite: Check = "auto",
+    ) -> Balls | Any:
+        """All points at a distance of at most `r` from every query; from every point, without itself, for ``queries=None``.
+
+        Parameters
+        ----------
+        queries : array (Q, D), or None
+            As in `query`.
+        r : float
+            The radius, compared as a double with the distance that is returned: a ball of a distance that came out of a
+            query holds that neighbour. ``inf`` takes in every point.
+        return_sorted : bool
+            Whether each ball is in the order of (squared distance, index); otherwise it is in no order.
+        return_length : bool
+            Return only how many points each ball holds. On a device the host doesn't wait for that.
+        index_dtype : "int64" or "int32"
+        check_finite : "auto", True or False
+            As in `knn`. There is nothing within a ball around a query that is not finite.
+
+        Returns
+        -------
+        Balls
+            A named tuple ``(indices, indptr, distances)``, of the kind of `queries` (of the points, for None): the points
+            of ball n are ``indices[indptr[n]:indptr[n + 1]]``, their distances ``distances[indptr[n]:indptr[n + 1]]``.
+            ``indptr`` is int64, (Q + 1,). Together with ``distances`` in the first place these are the arrays of a
+            ``scipy.sparse.csr_array``.
+        array (Q,), int64
+            With return_length=True.
+
+        Raises
+        ------
+        ValueError, TypeError
+            Before any work, naming the argument.
+        MemoryError
+            If the result is larger than the memory that is free: with the numbers, before anything is allocated for it.
+
+        Examples
+        --------
+        >>> import numpy as np
+        >>> import numbaknn as nk
+        >>> index = nk.GridIndex(np.array([[0.0], [1.0], [2.5]]))
+        >>> balls = index.query_ball_point(np.array([[0.75], [9.0], [2.0]]), r=1.0)
+        >>> balls.indices
+        array([1, 0, 2, 1])
+        >>> balls.indptr
+        array([0, 2, 2, 4])
+        >>> index.query_ball_point(None, r=1.0, return_length=True)
+        array([1, 1, 0])
+        """
+        r = errors.check_length("r", r)
+        ordered = errors.check_flag("return_sorted", return_sorted)
+        only_lengths = errors.check_flag("return_length", return_length)
+        options = _options(1, np.inf, 0, False, index_dtype, check_finite)
+        return _BallCall(self, queries, options).run_balls(r, ordered, only_lengths)
+
+
+class Balls(NamedTuple):
+    """What `GridIndex.query_ball_point` returns: the balls one after another, as in a CSR matrix.
+
+    Attributes
+    ----------
+    indices : array (nnz,)
+        The points of all balls.
+    indptr : array (Q + 1,), int64
+        Where each ball starts in `indices`, and where the last one ends.
+    distances : array (nnz,)
+    """
+
+    indices: Any
+    indptr: Any
+    distances: Any
+
 
 # -- What the calls share --------------------------------------------------------------------------------------------
 
@@ -283,14 +367,14 @@ class GridIndex:
 class _QueryOptions:
     """The options of a query, checked."""
 
-    __slots__ = ("bound", "check_finite", "index_dtype", "k", "squared")
+    __slots__ = ("bound", "check_finite", "eps", "index_dtype", "k", "squared")
 
     def __init__(
         self, k=1, distance_upper_bound=np.inf, eps=0, squared=False, index_dtype="int64", check_finite="auto"
     ):
         self.k = errors.check_k(k)
         self.bound = errors.check_length("distance_upper_bound", distance_upper_bound)
-        errors.check_length("eps", eps)
+        self.eps = errors.check_length("eps", eps)
         self.squared = errors.check_flag("squared", squared)
         self.index_dtype = errors.check_index_dtype(index_dtype)
         self.check_finite = errors.check_choice("check_finite", check_finite, CHECKS)
@@ -436,6 +520,13 @@ class _Call:
     The subclasses say where the grid comes from. `queries` is None for the points themselves.
     """
 
+    def _check_memory(self):
+        """Raise if the answer can't fit, on the device as well where it is made there for host arrays."""
+        asker, options = self._asker, self._options
+        for library in {asker.library, _workspace_library(asker, self._target)}:
+            what = f"k={options.k} neighbours of each of {asker.shape[0]:,} queries"
+            check_fits(what, asker.shape[0] * options.k, (self._dtype, options.index_dtype), library)
+
     def _empty_answer(self):
         library = self._asker.library
         distances, flat_distances = library.empty(self._shape, self._dtype)
@@ -456,6 +547,8 @@ class _Call:
         """The answer, in the kind of the caller's arrays."""
         asker, options, target = self._asker, self._options, self._target
         library, (count, k) = asker.library, (asker.shape[0], options.k)
+        if k > 1:
+            self._check_memory()
         stream = library.stream() if target == "cuda" else 0
         values = None if self._queries is None else asker.flat(self._dtype)
         self._check(values, stream)
@@ -570,6 +663,79 @@ class _IndexCall(_Call):
         self._index._grid(self._dtype).query(queries, count, self._options, distances, indices, stream)
 
 
+class _BallCall(_IndexCall):
+    """All points within a radius of every query of an index."""
+
+    def run_balls(self, r, ordered, only_lengths):
+        """The balls, in the kind of the caller's arrays."""
+        asker, target = self._asker, self._target
+        library, count = asker.library, asker.shape[0]
+        stream = library.stream() if target == "cuda" else 0
+        values = None if self._queries is None else asker.flat(self._dtype)
+        self._check(values, stream)
+        there = count > 0 and self._index.n > 0
+        if target == "cpu" or not there:
+            balls = HostBalls(self._host_grid(), values, count, r) if there else None
+            return self._on_host(balls, count, ordered, only_lengths)
+        workspace = _workspace_library(asker, target)
+        if not asker.on_device and values is not None:
+            values = _uploaded(values, stream)
+        grid = self._index._grid(self._dtype)
+        with grid.lock:
+            balls = DeviceBalls(grid, values, count, r, workspace, stream)
+            return self._on_device(balls, count, ordered, only_lengths, workspace, stream)
+
+    def _on_host(self, balls, count, ordered, only_lengths):
+        """The answer of `balls`, None for empty ones, in the caller's kind of arrays."""
+        library = self._asker.library
+        lengths = self._empty((count if only_lengths else count + 1,), np.int64)
+        if balls is None:
+            _fill(lengths[1], 0, library.stream())
+            end = 0
+        elif only_lengths:
+            balls.lengths(lengths[1])
+        else:
+            end = balls.borders(lengths[1])
+        if only_lengths:
+            return hand_back(library, lengths[0])
+        self._check_result(end, count, library)
+        distances, indices = self._empty((end,), self._dtype), self._empty((end,), self._options.index_dtype)
+        if end:
+            balls.fill(ordered, lengths[1], distances[1], indices[1])
+        return Balls(*(hand_back(library, array) for array, _ in (indices, lengths, distances)))
+
+    def _on_device(self, balls, count, ordered, only_lengths, workspace, stream):
+        """The same of balls on a device; host arrays are brought back."""
+        length = count if only_lengths else count + 1
+        flats = [workspace.empty((length,), np.int64)]
+        if only_lengths:
+            balls.lengths(flats[0][1])
+            return self._brought_back(*flats[0], stream)
+        end = balls.borders(flats[0][1])
+        for library in {workspace, self._asker.library}:
+            self._check_result(end, count, library)
+        flats += [workspace.empty((end,), dtype) for dtype in (self._dtype, self._options.index_dtype)]
+        if end:
+            balls.fill(ordered, *(flat for _, flat in flats))
+        indptr, distances, indices = (self._brought_back(*pair, stream) for pair in flats)
+        return Balls(indices, indptr, distances)
+
+    def _empty(self, shape, dtype):
+        return self._asker.library.empty(shape, dtype)
+
+    def _check_result(self, end, count, library):
+        what = f"the points within r of {count:,} queries (a smaller r has fewer, return_length=True counts them)"
+        check_fits(what, end, (self._dtype, self._options.index_dtype), library)
+
+    def _brought_back(self, array, flat, stream):
+        """Device memory in the caller's kind of arrays."""
+        library = self._asker.library
+        if not self._asker.on_device:
+            array, host = library.empty((flat.size,), flat.dtype)
+            host[:] = read(flat, stream)
+        return hand_back(library, array)
+
+
 # -- Plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -588,6 +754,7 @@ class _NeighborsPlan(Plan):
         self._library = asker.library
         self._on_device = call._target == "cuda" and asker.shape[0] > 0 and call._points.shape[0] > 0
         self._stream = self._library.stream
+        call._check_memory()
         if self._on_device:
             self._prepare_device()
         else:

@@ -143,8 +143,20 @@ def next_radius(radius, whole, full):
     return whole if full else np.int32(min(2 * radius, whole))
 
 
+@device
+def within_limit(squares, indices, missing, shrink):
+    """The largest square that is still worth looking for: the last of the list.
+
+    shrink: None, or for an eps 1 / (1 + eps)^2, rounded up. A full list is then left as it is where it could become better
+    only by less than that factor.
+    """
+    if shrink is not None and indices[-1] < missing:
+        return product(squares[-1], shrink)
+    return squares[-1]
+
+
 @seldom
-def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
+def widen(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
     """Go on from the first block of `search` until nothing nearer can be left."""
     cell = frame[CELL]
     place = place_of(x, y, z, frame, shape)
@@ -156,16 +168,18 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
     while radius < whole:
         done = radius
         radius = next_radius(radius, whole, indices[-1] < missing)
-        first_y, last_y, first_z, last_z = rows_of_ball(place, radius, squares[-1], frame, shape)
+        limit = within_limit(squares, indices, missing, shrink)
+        first_y, last_y, first_z, last_z = rows_of_ball(place, radius, limit, frame, shape)
         for row_z in range(first_z, np.int32(last_z + 1)):
             gap_zz = square_of_gap_to(along_z, row_z, cell)
             seen_z = is_within(row_z, vertex_z, done)
             for row_y in range(first_y, np.int32(last_y + 1)):
                 gap_yy = square_of_gap_to(along_y, row_y, cell)
-                if total(total(all_xx, gap_yy), gap_zz) > squares[-1]:
+                limit = within_limit(squares, indices, missing, shrink)
+                if total(total(all_xx, gap_yy), gap_zz) > limit:
                     continue
                 row = row_of(row_y, row_z, shape[0], shape[1])
-                first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
+                first, last = cells_of_ball(along_x, radius, limit, total(gap_yy, gap_zz), shape[0], frame)
                 if seen_z and is_within(row_y, vertex_y, done):
                     # a row that runs through the block already seen: only the two ends are new
                     end = np.int32(min(vertex_x - done - 1, last))
@@ -180,7 +194,7 @@ def widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indice
 
 
 @device
-def look_around(x, y, z, itself, table, starts, frame, shape, squares, indices):
+def look_around(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
     """The list after the 2 x 2 x 2 cells around the vertex nearest to a query, and whether nothing nearer can be left.
 
     These cells reach half a cell or more in every direction. Nothing is known yet that could spare one, so there is
@@ -209,21 +223,23 @@ def look_around(x, y, z, itself, table, starts, frame, shape, squares, indices):
             squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)
     # Equal is not enough to stop: a point just outside could have the lower index.
     reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)
-    return squares, indices, product(reach, reach) > squares[-1]
+    return squares, indices, product(reach, reach) > within_limit(squares, indices, missing, shrink)
 
 
 @device
-def search(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
+def search(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
     """The list (squares, indices) after every point that comes before its last slot has taken its place.
 
     x, y, z: the query, finite. itself: the index of a point that must not be found, -1 for none. The list comes in
     filled with a sentinel, the largest square that may be found and an index above all others, so that "comes before
     the last slot" is the only question asked of a point.
     """
-    squares, indices, complete = look_around(x, y, z, itself, table, starts, frame, shape, squares, indices)
+    squares, indices, complete = look_around(
+        x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices
+    )
     if complete:
         return squares, indices
-    return widen(x, y, z, itself, table, starts, frame, shape, missing, squares, indices)
+    return widen(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices)
 
 
 @device
@@ -292,6 +308,13 @@ def write_overflown(x, y, z, itself, points, dimensions, count, first, found, wa
 
 
 @device
+def add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, first, found, k, indices):
+    """Go on behind `found` neighbours with the points whose square overflows, until there are k or no more."""
+    others = int(starts[int(shape[0]) * int(shape[1]) * int(shape[2])]) - (1 if itself >= 0 else 0)
+    write_overflown(x, y, z, itself, points, dimensions, point_count, first, found, min(k, others), indices)
+
+
+@device
 def write_answer(
     row, x, y, z, itself, points, point_count, dimensions, starts, shape, bounded, k, squared, distances, indices, found
 ):
@@ -299,9 +322,7 @@ def write_answer(
     missing = as_type_of(point_count, found[1][0])
     count = write_found(found[0], found[1], len(found[0]) - k, row * k, missing, squared, distances, indices)
     if count < k and not bounded and is_finite(x, y, z):
-        others = int(starts[int(shape[0]) * int(shape[1]) * int(shape[2])]) - (1 if itself >= 0 else 0)
-        wanted = min(k, others)
-        write_overflown(x, y, z, itself, points, dimensions, point_count, row * k, count, wanted, indices)
+        add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, row * k, count, k, indices)
 
 
 @device
@@ -321,6 +342,7 @@ def answer(
     k,
     slots,
     squared,
+    shrink,
     distances,
     indices,
 ):
@@ -328,7 +350,7 @@ def answer(
 
     queries, points: flat, `dimensions` reals a row. among_themselves: the queries are the points, each without itself.
     limit: the largest square that may be found; bounded: whether it comes from the caller, so that overflown squares
-    are out too. slots: a tuple as long as the list. distances, indices: flat, k a row.
+    are out too. slots: a tuple as long as the list. shrink: as in within_limit. distances, indices: flat, k a row.
     """
     x, y, z = read_point(queries, row, dimensions)
     blocked = len(slots) - k
@@ -339,7 +361,7 @@ def answer(
     itself = row if among_themselves else -1
     if is_finite(x, y, z):
         squares_list, indices_list = search(
-            x, y, z, itself, table, starts, frame, shape, missing, squares_list, indices_list
+            x, y, z, itself, table, starts, frame, shape, missing, shrink, squares_list, indices_list
         )
     found = squares_list, indices_list
     write_answer(

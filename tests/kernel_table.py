@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import binning, copying, interpolation, neighbors
+from numbaknn.kernels import balls, binning, copying, interpolation, lists, neighbors
 from numbaknn.launch import has_device
 from numbaknn.plans.neighbors import BUILDING_THREADS
 from numbaknn.topk import CAPACITIES
@@ -24,14 +24,15 @@ REAL = "REAL"
 ARRAYS = {
     REAL: "points queries coordinates table frame distances",
     types.int32: "shape starts cells ranks sums marks",
-    types.int64: "bounds first indices",
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals",
     types.float64: "means",
 }
 SCALARS = {
-    REAL: "limit",
-    types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width",
+    REAL: "limit shrink",
+    types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
+    "mantissa room",
     types.float64: "cell_size largest smallest eps",
-    types.boolean: "among_themselves bounded squared uniform",
+    types.boolean: "among_themselves bounded squared uniform rooted",
 }
 
 
@@ -44,7 +45,8 @@ class Entry:
     """A kernel.
 
     registers: as measured for sm_90 in float32 and in float64; MARGIN more are let pass. loads, stores: at least so many
-    128-bit loads and stores. fused: whether products and sums of reals may be fused. own: see above.
+    128-bit loads and stores. fused: whether products and sums of reals may be fused. reals: the types that it is compiled
+    for. threads: the size of its blocks, if that is compiled in. own: see above.
     """
 
     kernel: object
@@ -91,12 +93,34 @@ for itemsize, reals in ((4, (types.float32,)), (8, (types.float64,))):
             threads=threads,
         )
 KNN_REGISTERS = {2: (67, 98), 4: (79, 106), 8: (90, 154), 16: (119, 193), 32: (176, 248)}
+EPS_REGISTERS = {1: (77, 115), 2: (77, 116), 4: (90, 128), 8: (94, 152), 16: (122, 191), 32: (158, 244)}
 for among_themselves in (False, True):
     for capacity in CAPACITIES[1:]:
         kernel = neighbors.knn_kernel(capacity, among_themselves)
         KERNELS[f"knn_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, KNN_REGISTERS[capacity], loads=1)
+    for capacity, registers in EPS_REGISTERS.items():
+        kernel = neighbors.knn_eps_kernel(capacity, among_themselves)
+        KERNELS[f"knn_eps_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, registers, loads=1)
     kernel = neighbors.nearest_kernel(among_themselves)
     KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (80, 120), loads=1)
+
+KERNELS |= {
+    "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),
+    "fill_balls_kernel": Entry(balls.fill_balls_kernel, (54, 72), loads=1),
+    "lengths_kernel": Entry(balls.lengths_kernel, (28,)),
+    "sum_counts_kernel": Entry(balls.sum_counts_kernel, (32,)),
+    "sum_tiles_kernel": Entry(balls.sum_tiles_kernel, (28,)),
+    "add_tiles_kernel": Entry(balls.add_tiles_kernel, (20,)),
+    "borders_kernel": Entry(balls.borders_kernel, (12,)),
+    "long_list_kernel": Entry(lists.long_list_kernel, (64, 80), loads=1),
+}
+# made for a type of reals each, as that of their shared memory is compiled in
+MADE = {"list_kernel": (64, 78), "sort_balls_kernel": (43, 39)}
+KERNELS |= {
+    f"{name}[{real}]": Entry(getattr(lists, name)(real), (registers,), loads=int(name == "list_kernel"), reals=(real,))
+    for name, measured in MADE.items()
+    for real, registers in zip((types.float32, types.float64), measured)
+}
 
 
 def signature(entry, real):

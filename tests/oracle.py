@@ -85,6 +85,27 @@ def nearest(points, queries, k=1, *, distance_upper_bound=np.inf, squared=False,
     return (distances[:, 0], indices[:, 0]) if k == 1 else (distances, indices)
 
 
+def within(points, queries, r, *, index_dtype=np.int64):
+    """(indices, indptr, distances) as GridIndex.query_ball_point returns them sorted; queries=None: the points, each
+    without itself."""
+    itself = queries is None
+    queries = points if itself else queries
+    dtype = working_dtype(points, queries)
+    indices, distances, lengths = [np.empty(0, index_dtype)], [np.empty(0, dtype)], [0]
+    for row in range(len(queries)):
+        square = squares(points, queries[row : row + 1], dtype)[0]
+        if itself:
+            square[row] = np.nan
+        with np.errstate(all="ignore"):
+            distance = np.sqrt(square)
+            (inside,) = np.nonzero(distance.astype(np.float64) <= r)
+        inside = inside[np.lexsort((inside, square[inside]))]
+        indices.append(inside.astype(index_dtype))
+        distances.append(distance[inside])
+        lengths.append(len(inside))
+    return np.concatenate(indices), np.cumsum(lengths), np.concatenate(distances)
+
+
 def propose(points, queries, count):
     """What a k-d tree proposes: (its distances in float64, its indices), (Q, count)."""
     from scipy.spatial import cKDTree

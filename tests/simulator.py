@@ -38,6 +38,12 @@ SMALL = [
         {4: SMALL_ROWS // POINTS_A_THREAD, 8: SMALL_ROWS // POINTS_A_THREAD},
     ),
     ("numbaknn.plans.neighbors", "MOST_CELLS_A_POINT", 2),
+    ("numbaknn.plans.neighbors", "LIST_THREADS", 4),
+    ("numbaknn.kernels.lists", "ROW_LANES", 2),
+    ("numbaknn.plans.balls", "BALL_THREADS", 4),
+    ("numbaknn.plans.balls", "SCAN_THREADS", 4),
+    ("numbaknn.plans.balls", "ONE_BLOCK", 4),
+    ("numbaknn.plans.balls", "ENOUGH_THREADS", 64),
     ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
 ]
@@ -85,6 +91,8 @@ def _shrink():
 
     # simulated threads are NumPy scalars, which warn where hardware doesn't
     warnings.simplefilter("ignore", RuntimeWarning)
+    # simulated threads are threads of Python, which wait for each other in turns of this length
+    sys.setswitchinterval(1e-4)
     for module, name, value in SMALL:
         assert hasattr(sys.modules[module], name), f"{module}.{name} has moved: put its new place into SMALL"
         setattr(sys.modules[module], name, value)
@@ -124,6 +132,39 @@ def ask_index(points, questions, **build):
 
     index = numbaknn.GridIndex(points, target="cuda", **build)
     return [index.query(queries, **options) for queries, options in questions]
+
+
+def bits_of_parts(count):
+    from numbaknn.plans import balls
+
+    return balls.part_bits_of(count)
+
+
+def ask_balls(points, questions, **build):
+    """One index, many balls (queries, r, options): the answers, as tuples or arrays of lengths."""
+    import numbaknn
+
+    index = numbaknn.GridIndex(points, target="cuda", **build)
+    found = [index.query_ball_point(queries, r, **options) for queries, r, options in questions]
+    return [tuple(balls) if isinstance(balls, numbaknn.Balls) else balls for balls in found]
+
+
+def balls_on_device(points, queries, r, layout="c", **options):
+    """The balls, and the lengths alone."""
+    import numbaknn
+
+    index = numbaknn.GridIndex(_place(points, layout))
+    placed = _place(queries, layout)
+    balls = index.query_ball_point(placed, r, **options)
+    return [_returned(array) for array in (*balls, index.query_ball_point(placed, r, return_length=True))]
+
+
+def set_list_bytes(count):
+    """Longer lists than these bytes are sorted in the output, in place of shared memory; what it was before."""
+    module = sys.modules["numbaknn.plans.neighbors"]
+    before, module.LIST_BYTES = module.LIST_BYTES, count
+    sys.modules["numbaknn.plans.balls"].LIST_BYTES = count
+    return before
 
 
 def _place(array, layout):

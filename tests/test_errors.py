@@ -84,11 +84,12 @@ K = [
     (None, TypeError, "None"),
     ([1, 2], TypeError, r"\[1, 2\]"),
 ]
+FLAGS = [(1, TypeError, "1"), ("yes", TypeError, "'yes'"), (None, TypeError, "None")]
 OPTIONS = {
     "k": K,
     "distance_upper_bound": LENGTHS,
     "eps": LENGTHS,
-    "squared": [(1, TypeError, "1"), ("yes", TypeError, "'yes'"), (None, TypeError, "None")],
+    "squared": FLAGS,
     "index_dtype": [
         ("int16", ValueError, "'int16'"),
         ("uint64", ValueError, "'uint64'"),
@@ -153,17 +154,38 @@ def test_one_bad_argument_of_a_query(name, value, error, shown):
             index.query(queries, **{name: value})
 
 
+OF_A_BALL = [
+    *(("r", *row) for row in LENGTHS),
+    *((name, *row) for name in ("return_sorted", "return_length") for row in FLAGS),
+    *((name, *row) for name in ("index_dtype", "check_finite") for row in OPTIONS[name]),
+]
+
+
+@pytest.mark.parametrize("name, value, error, shown", OF_A_BALL, ids=identifiers(OF_A_BALL))
+def test_one_bad_argument_of_a_ball(name, value, error, shown):
+    index = build()
+    for queries in (QUERIES, None):
+        with pytest.raises(error, match=rf"(?s)^{name} must .*{shown}"):
+            index.query_ball_point(queries, **{"r": 1.0, name: value})
+
+
 @pytest.mark.parametrize("value, error, shown", CLOUD, ids=identifiers(CLOUD))
 def test_bad_queries_of_an_index(value, error, shown):
     with pytest.raises(error, match=rf"(?s)^queries must .*{shown.format(name='queries')}"):
         build().query(value)
+    with pytest.raises(error, match=rf"(?s)^queries must .*{shown.format(name='queries')}"):
+        build().query_ball_point(value, 1.0)
 
 
 @before_any_work
-@pytest.mark.parametrize("k", [33, 100, 2**40])
-def test_k_beyond_the_longest_list(k):
-    for function in (knn, interpolate):
-        with pytest.raises(ValueError, match=rf"^k must be at most 32 .*{k}"):
+@pytest.mark.parametrize("k", [2**40, 2**60])
+def test_more_neighbours_than_memory(k):
+    """The arithmetic, before anything is allocated."""
+    needed = f"{4 * k:,} x (8 + 8 bytes) = {64 * k:,} bytes"
+    for function in (knn, interpolate, lambda k: numbaknn.plan(numbaknn.knn, POINTS, QUERIES, k=k, target="cpu")):
+        with pytest.raises(
+            MemoryError, match=rf"^k={k} neighbours of each of 4 queries: {re.escape(needed)}.*bytes free"
+        ):
             function(k=k)
 
 

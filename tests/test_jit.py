@@ -34,15 +34,18 @@ def run_python(code, folder=None, **environment):
 
 # -- Imports go downwards ------------------------------------------------------------------------------------------------
 
-# From the top to the bottom. "plans.*" stands for all modules of that folder.
+# From the top to the bottom. "plans.*" stands for all modules of that folder that have no place of their own.
 RANKS = [
     {"__init__"},
     {"neighbors", "voxels", "rows", "dense", "distributed"},
     {"planning"},
+    {"plans.balls"},
     {"plans.*"},
     {"arrays"},
-    {"launch", "errors"},
+    {"launch", "errors", "memory"},
     {"kernels.*", "loops.*"},
+    {"lists"},
+    {"balls"},
     {"search", "weights"},
     {"geometry", "topk", "block"},
     {"lanes"},
@@ -60,8 +63,8 @@ def modules():
 
 
 def rank(name):
-    folder = name.partition(".")[0] + ".*"
-    found = [place for place, names in enumerate(RANKS) if name in names or folder in names]
+    named = name if any(name in names for names in RANKS) else name.partition(".")[0] + ".*"
+    found = [place for place, names in enumerate(RANKS) if named in names]
     assert len(found) == 1, f"give {name} a place in RANKS"
     return found[0]
 

@@ -17,7 +17,7 @@ SETTINGS = settings(
 )
 
 DTYPES = st.sampled_from([np.float32, np.float64])
-LENGTHS = st.sampled_from([1, 3, 8, 32])
+LENGTHS = st.sampled_from([1, 3, 8, 32, 40])
 
 
 @st.composite
@@ -106,6 +106,22 @@ def test_bounds(cloud, k, data):
     squared = data.draw(st.booleans())
     found = numbaknn.knn(points, queries, k=k, distance_upper_bound=bound, squared=squared, target="cpu")
     same(found, oracle.nearest(points, queries, k, distance_upper_bound=bound, squared=squared))
+
+
+@SETTINGS
+@given(clouds(), st.sampled_from([1, 3, 8]), st.sampled_from([1e-9, 0.25, 3.0, np.inf]), st.data())
+def test_eps(cloud, k, eps, data):
+    """Every distance is that of its index, and at most (1 + eps) times the true one of its rank."""
+    points, queries = cloud
+    index = numbaknn.GridIndex(points, cell_size=data.draw(cell_sizes(points)), target="cpu")
+    distances, indices = (array.reshape(-1, k) for array in index.query(queries, k=k, eps=eps))
+    true = oracle.nearest(points, queries, k)[0].reshape(-1, k)
+    there = indices < len(points)
+    np.testing.assert_array_equal(there, np.isfinite(true))
+    picked = np.sqrt(oracle.square_of(queries[:, None] - points[np.minimum(indices, len(points) - 1)]))
+    np.testing.assert_array_equal(picked[there], distances[there])
+    with np.errstate(invalid="ignore"):  # 0 times inf promises nothing
+        assert not (distances.astype(np.float64) > (1 + eps) * true.astype(np.float64)).any()
 
 
 @SETTINGS

@@ -21,7 +21,9 @@ COMPUTE_CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 ASSEMBLED = (9, 0)
 
 VARIANTS = {identifier: rest for identifier, *rest in kernel_table.variants()}
-NEIGHBORS = [identifier for identifier in VARIANTS if identifier.startswith("knn_kernel")]
+NEIGHBORS = [
+    name for name in VARIANTS if name.startswith(("knn_", "count_balls", "fill_balls", "list_", "long_list", "sort"))
+]
 
 
 @pytest.fixture(scope="module")

@@ -86,6 +86,10 @@ class Library:
     def query(self, index, queries, k):
         return index.query(queries, k)
 
+    def balls(self, index, queries, r, lengths):
+        """All points within r of the queries, or how many they are."""
+        return index.query_ball_point(queries, r, return_length=lengths)
+
     def knn(self, points, queries, k):
         return self.query(self.build(points), queries, k)
 
@@ -117,6 +121,9 @@ class ScipyTree(Library):
 
     def query(self, index, queries, k):
         return index.query(queries, k, workers=-1)
+
+    def balls(self, index, queries, r, lengths):
+        return index.query_ball_point(queries, r, return_length=lengths, workers=-1)
 
 
 class PykdTree(Library):

@@ -83,6 +83,17 @@ class LargeQueryCUDA(_Query):
     params = ((1_000_000,), (1_000_000,), (1, 8), ("cube", "surface"), ("float32",), ("cuda",), CUDA_TREES)
 
 
+class LongListQueryCPU(_Query):
+    params = ((20_000,), (100_000,), (100, 1024), ("cube", "surface"), ("float32",), ("cpu",), CPU_TREES)
+    repeat = (3, 20, 1.0)
+    warmup_time = 0
+
+
+class LongListQueryCUDA(_Query):
+    params = ((100_000,), (100_000,), (100,), ("cube", "surface"), ("float32",), ("cuda",), CUDA_TREES)
+    repeat = (3, 100, 1.0)
+
+
 # -- Build and query in one call -------------------------------------------------------------------------------------
 
 

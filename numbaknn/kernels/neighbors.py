@@ -73,11 +73,63 @@ def knn_kernel(capacity, among_themselves):
                 k,
                 slots,
                 squared,
+                None,
                 distances,
                 indices,
             )
 
     return knn_kernel
+
+
+@cache
+def knn_eps_kernel(capacity, among_themselves):
+    """The same for an eps: a kernel of its own, so that the exact one doesn't pay for it. A list of one, too, is searched by
+    one thread."""
+    slots = (0,) * capacity
+
+    @kernel
+    def knn_eps_kernel(
+        query_count,
+        queries,
+        points,
+        point_count,
+        dimensions,
+        table,
+        starts,
+        frame,
+        shape,
+        limit,
+        bounded,
+        k,
+        squared,
+        shrink,
+        distances,
+        indices,
+    ):
+        row = cuda.grid(1)
+        if row < query_count:
+            answer(
+                row,
+                queries,
+                among_themselves,
+                points,
+                point_count,
+                dimensions,
+                table,
+                starts,
+                frame,
+                shape,
+                limit,
+                bounded,
+                k,
+                slots,
+                squared,
+                shrink,
+                distances,
+                indices,
+            )
+
+    return knn_eps_kernel
 
 
 @device

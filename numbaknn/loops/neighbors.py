@@ -12,7 +12,7 @@ STRETCH = 256
 
 
 @part_of_loop
-def knn_stretch(first, last, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, found):
+def knn_stretch(first, last, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, shrink, found):
     """Answer the queries first..last - 1."""
     points, point_count, dimensions = cloud
     table, starts, frame, shape = grid
@@ -34,17 +34,20 @@ def knn_stretch(first, last, queries, among_themselves, cloud, grid, limit, boun
             k,
             slots,
             squared,
+            shrink,
             distances,
             indices,
         )
 
 
 @loop
-def knn_loop(count, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, found):
+def knn_loop(count, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, shrink, found):
     """Answer all queries. `slots` is a tuple as long as the list: its type, not what it holds, picks the compiled form.
 
     cloud: points, their number, dimensions. grid: table, starts, frame, shape. found: distances, indices.
     """
     for stretch in prange((count + STRETCH - 1) // STRETCH):
         first, last = stretch * STRETCH, min((stretch + 1) * STRETCH, count)
-        knn_stretch(first, last, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, found)
+        knn_stretch(
+            first, last, queries, among_themselves, cloud, grid, limit, bounded, k, slots, squared, shrink, found
+        )

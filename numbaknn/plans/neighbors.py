@@ -12,15 +12,18 @@ from threading import Lock, RLock
 
 import numba
 import numpy as np
+from numba.np.numpy_support import from_dtype
 
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.kernels import binning as stages
-from numbaknn.kernels.neighbors import knn_kernel, nearest_kernel
+from numbaknn.kernels.lists import MOST_THREADS, list_kernel, long_list_kernel
+from numbaknn.kernels.neighbors import knn_eps_kernel, knn_kernel, nearest_kernel
 from numbaknn.launch import Graph, Launch, is_capturing
 from numbaknn.loops import binning as binning_loops
+from numbaknn.loops.lists import list_loop
 from numbaknn.loops.neighbors import knn_loop
 from numbaknn.search import PACE
-from numbaknn.topk import capacity
+from numbaknn.topk import CAPACITIES, capacity
 
 # Blocks of 256: what the binning kernels do is a few loads and a store a thread, and this many threads of 32 registers
 # fill a multiprocessor eight times over. The query needs 67 to 176 registers; smaller blocks leave less idle at the end.
@@ -43,6 +46,13 @@ SMALL_CELLS = 28000
 # Points that are worth waking a core for, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
 POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
+
+# A block answers a query for more than 32: a warp for short lists, which has little to wait for, and a thread for every
+# eight or so neighbours of long ones. Lists are collected in shared memory of up to 32 KiB a block, so that six blocks and
+# more share a multiprocessor; an eighth more room than k takes the last bin of squares.
+LIST_THREADS = 32
+NEIGHBORS_A_THREAD = 8
+LIST_BYTES = 32 * 1024
 
 # Calls, with their workspace of about 60 bytes a point, that the one-shot functions keep for the next one of the same
 # shapes on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
@@ -78,6 +88,33 @@ def square_limit(bound, dtype, inclusive=False):
     return integer(low).view(real) if low >= 0 else real(-1)
 
 
+@lru_cache(maxsize=256)
+def shrink_of(eps, dtype):
+    """What `eps` makes of the square that a search prunes with: a factor, None without an eps.
+
+    1 / (1 + eps)^2, a little more for the rounding of roots, and rounded up: the k-th distance returned is then at most
+    (1 + eps) times the true one.
+    """
+    if eps == 0:
+        return None
+    real = np.dtype(dtype).type
+    exact = min(1.0, (1 + 4 * float(np.finfo(real).eps)) / (1 + eps) / (1 + eps))
+    return real(exact) if float(real(exact)) >= exact else np.nextafter(real(exact), real(1))
+
+
+def mantissa_of(dtype):
+    """The bits of a real behind the point."""
+    return int(np.finfo(dtype).nmant)
+
+
+def list_threads(k, most=MOST_THREADS):
+    """Threads of a block for lists of k: a power of two, as a block sorts in pairs."""
+    threads = LIST_THREADS
+    while threads * NEIGHBORS_A_THREAD < k and 2 * threads <= most:
+        threads *= 2
+    return threads
+
+
 class HostGrid:
     """A grid in host memory, built and searched by the CPU loops."""
 
@@ -106,7 +143,7 @@ class HostGrid:
     def query(self, queries, count, options, distances, indices):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
         among_themselves = queries is None
-        knn_loop(
+        asked = (
             count,
             self.points if among_themselves else queries,
             among_themselves,
@@ -115,10 +152,12 @@ class HostGrid:
             square_limit(options.bound, self.dtype),
             options.bound != np.inf,
             options.k,
-            (0,) * capacity(options.k),
-            options.squared,
-            (distances, indices),
         )
+        if options.k > CAPACITIES[-1]:
+            list_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
+        else:
+            slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
+            knn_loop(*asked, slots, options.squared, shrink, (distances, indices))
 
 
 class DeviceGrid:
@@ -210,25 +249,39 @@ class DeviceGrid:
     def query_launch(self, queries, count, options, distances, indices):
         """The prepared launch of a query."""
         among_themselves = queries is None
+        k, dtype = options.k, self.dtype
         cloud, grid = (self.points, self.rows, self.dimensions), (self.table, self.starts, self.frame, self.shape)
         asked = self.points if among_themselves else queries
-        bound = square_limit(options.bound, self.dtype), bool(options.bound != np.inf)
-        wanted, answer = (options.squared,), (distances.borrowed(), indices.borrowed())
-        if options.k == 1:
+        bound = square_limit(options.bound, dtype), bool(options.bound != np.inf)
+        asked = count, asked, *cloud, *grid, *bound
+        answer = distances, indices
+        if k > CAPACITIES[-1]:
+            threads, room = list_threads(k), k + k // 8 + 16
+            shared_bytes = room * (dtype.itemsize + 4)
+            asked = *asked, k, options.squared, among_themselves, mantissa_of(dtype)
+            if shared_bytes > LIST_BYTES:
+                return Launch(long_list_kernel, count * threads, threads, *asked, *answer)
+            kernel = list_kernel(from_dtype(dtype))
+            return Launch(kernel, count * threads, threads, *asked, room, *answer, shared_bytes=shared_bytes)
+        if options.eps > 0:
+            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared)
+            return Launch(kernel, count, QUERY_THREADS, *asked, *wanted, shrink_of(options.eps, dtype), *answer)
+        if k == 1:
             kernel = nearest_kernel(among_themselves)
-        else:
-            kernel, wanted = knn_kernel(capacity(options.k), among_themselves), (options.k, options.squared)
-        return Launch(kernel, count, QUERY_THREADS, count, asked, *cloud, *grid, *bound, *wanted, *answer)
+            return Launch(kernel, count, QUERY_THREADS, *asked, options.squared, *answer)
+        kernel = knn_kernel(capacity(k), among_themselves)
+        return Launch(kernel, count, QUERY_THREADS, *asked, k, options.squared, *answer)
 
     def query(self, queries, count, options, distances, indices, stream):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
-        key = count, queries is None, options.k, options.bound, options.squared, options.index_dtype
+        key = count, queries is None, options.k, options.bound, options.eps, options.squared, options.index_dtype
         with self.lock:
             launch = self._queries.get(key)
             if launch is None:
                 if len(self._queries) >= MOST_KEPT:
                     self._queries.clear()
-                launch = self._queries[key] = self.query_launch(queries, count, options, distances, indices)
+                answer = distances.borrowed(), indices.borrowed()
+                launch = self._queries[key] = self.query_launch(queries, count, options, *answer)
             launch.point(1, self.points if queries is None else queries)
             launch.point(2, self.points)
             launch.point(len(launch.arguments) - 2, distances)

@@ -1,0 +1,128 @@
+"""What one ball takes in: every point whose square is no more than a limit.
+
+The cells that a ball touches are a box of cells, of which each row along x is one stretch of the table. A ball may be
+worked on by several threads: each has a share of the rows, and of the slots of a row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from numbaknn.geometry import CELL, cells_within, is_finite, read_point, row_of, square_distance
+from numbaknn.jit import device
+from numbaknn.lanes import load_point, root, total
+from numbaknn.search import place_of, square_of_gap, square_of_gap_to
+
+# (first row, rows on, first slot of a row, slots on) of a thread that has a ball for itself
+WHOLE_BALL = (0, 1, 0, 1)
+
+
+@device
+def box_of_ball(place, limit, frame, shape):
+    """The cells that can hold a point whose square is no more than `limit`: (lowest, highest) along x, y and z.
+
+    An empty box, 0 to -1, where there can be none: a query too far from all points, or a negative limit.
+    """
+    along_x, along_y, along_z = place
+    all_xx, all_yy, all_zz = square_of_gap(along_x), square_of_gap(along_y), square_of_gap(along_z)
+    if not total(total(all_xx, all_yy), all_zz) <= limit:
+        nothing = np.int32(0), np.int32(-1)
+        return nothing, nothing, nothing
+    return (
+        cells_along(along_x, limit, total(all_yy, all_zz), shape[0], frame),
+        cells_along(along_y, limit, total(all_xx, all_zz), shape[1], frame),
+        cells_along(along_z, limit, total(all_xx, all_yy), shape[2], frame),
+    )
+
+
+@device
+def cells_along(along, limit, others, count, frame):
+    """geometry.cells_within, and all cells for an infinite limit: of what overflows nothing is known."""
+    if math.isinf(limit):
+        return np.int32(0), np.int32(count - 1)
+    return cells_within(along[0], along[1], count, limit, others, frame)
+
+
+@device
+def first_row(box, number, step):
+    """Row `number` of a box of cells, and how to go `step` rows on: (y, z, step along y, step along z)."""
+    _, (low_y, high_y), (low_z, _) = box
+    rows = max(np.int32(high_y - low_y + 1), np.int32(1))
+    number, step = np.int32(number), np.int32(step)
+    return (
+        np.int32(low_y + number % rows),
+        np.int32(low_z + number // rows),
+        np.int32(step % rows),
+        np.int32(step // rows),
+    )
+
+
+@device
+def next_row(box, row):
+    """The row one step behind `row`, both as first_row has them. There is none once z is above the box."""
+    _, (low_y, high_y), _ = box
+    y, z, step_y, step_z = row
+    y, z = np.int32(y + step_y), np.int32(z + step_z)
+    if y > high_y:
+        y, z = np.int32(y - (high_y - low_y + 1)), np.int32(z + 1)
+    return y, z, step_y, step_z
+
+
+@device
+def cells_of_row(box, row, place, limit, shape, frame):
+    """(first, last) cell along x of a row of a box that can hold a point whose square is no more than `limit`; first >
+    last for none."""
+    along_x, along_y, along_z = place
+    (first, last), _, _ = box
+    gap_yy = square_of_gap_to(along_y, row[0], frame[CELL])
+    gap_zz = square_of_gap_to(along_z, row[1], frame[CELL])
+    if total(total(square_of_gap(along_x), gap_yy), gap_zz) > limit:
+        return first, np.int32(first - 1)
+    low, high = cells_along(along_x, limit, total(gap_yy, gap_zz), shape[0], frame)
+    return max(first, low), min(last, high)
+
+
+@device
+def slots_of_row(box, row, place, limit, starts, frame, shape):
+    """(first, last + 1) slot of the table that a row of a box has for a ball."""
+    first, last = cells_of_row(box, row, place, limit, shape, frame)
+    last = max(last, np.int32(first - 1))
+    cells = row_of(row[0], row[1], shape[0], shape[1])
+    return starts[np.uintp(cells + first)], starts[np.uintp(cells + last + 1)]
+
+
+@device
+def take_ball(x, y, z, itself, limit, share, table, starts, frame, shape, rooted, first, distances, indices):
+    """Write the points that a ball has in a share of it to the output from `first` on, in any order; how many there are.
+
+    x, y, z: the centre. itself: the index of a point to leave out, -1 for none. rooted: whether distances are written or
+    their squares. Without an output (None, which the compiler leaves out) they are only counted.
+    """
+    row_first, row_step, slot_first, slot_step = share
+    place = place_of(x, y, z, frame, shape)
+    box = box_of_ball(place, limit, frame, shape)
+    found = 0
+    row = first_row(box, row_first, row_step)
+    while row[1] <= box[2][1]:
+        begin, end = slots_of_row(box, row, place, limit, starts, frame, shape)
+        slot = begin + slot_first
+        while slot < end:  # a range with a step would divide before it starts
+            point_x, point_y, point_z, index = load_point(table, slot)
+            square = square_distance(x - point_x, y - point_y, z - point_z)
+            if square <= limit and index != itself:
+                if distances is not None:
+                    distances[first + found] = root(square) if rooted else square
+                    indices[first + found] = index
+                found += 1
+            slot += slot_step
+        row = next_row(box, row)
+    return found
+
+
+@device
+def centre_of_ball(ball, queries, among_themselves, dimensions):
+    """(x, y, z, index of the point that is left out, whether there is a ball): none around what is not finite."""
+    x, y, z = read_point(queries, ball, dimensions)
+    return x, y, z, ball if among_themselves else -1, is_finite(x, y, z)

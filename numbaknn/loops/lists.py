@@ -1,0 +1,54 @@
+"""The CPU twin of kernels/lists.py: a stretch of queries after another on every core."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from numbaknn.jit import loop, part_of_loop
+from numbaknn.lists import BINS, answer_list
+
+# Queries in one stretch: fewer than of short lists, as each takes longer.
+STRETCH = 32
+
+
+@part_of_loop
+def list_stretch(
+    first, last, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, bins, found
+):
+    """Answer the queries first..last - 1."""
+    points, point_count, dimensions = cloud
+    table, starts, frame, shape = grid
+    distances, indices = found
+    for row in range(first, last):
+        answer_list(
+            row,
+            queries,
+            among_themselves,
+            points,
+            point_count,
+            dimensions,
+            table,
+            starts,
+            frame,
+            shape,
+            limit,
+            bounded,
+            k,
+            squared,
+            mantissa,
+            bins,
+            distances,
+            indices,
+        )
+
+
+@loop
+def list_loop(count, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, found):
+    """Answer all queries with lists of any length. mantissa: as in lists.bins_for; the others are those of knn_loop."""
+    for stretch in prange((count + STRETCH - 1) // STRETCH):
+        first, last = stretch * STRETCH, min((stretch + 1) * STRETCH, count)
+        bins = np.empty(BINS, np.int64)
+        list_stretch(
+            first, last, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, bins, found
+        )
