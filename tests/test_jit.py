@@ -321,6 +321,25 @@ def test_hints_change_nothing():
     np.testing.assert_array_equal(out, [lanes.rarely.python_twin(value) for value in values])
 
 
+def test_folds(rng):
+    """Written out in order: the state of one step is that of the next, here of another type than what a step makes of it."""
+
+    @numba.njit
+    def step(state, item, factors):
+        return state * factors[0] + item * factors[1]
+
+    @numba.njit
+    def compiled(start, a, b, c, factors):
+        return lanes.fold(step, start, (a, b, c), factors)
+
+    for a, b, c, *factors in rng.integers(-9, 9, (20, 5)).tolist():
+        factors = tuple(factors)
+        right = step.py_func(step.py_func(step.py_func(7, a, factors), b, factors), c, factors)
+        assert compiled(7, a, b, c, factors) == right
+        assert lanes.fold.python_twin(step.py_func, 7, (a, b, c), factors) == right
+    assert compiled(np.float64(0.5), 1, 2, 3, (2, 1)) == 15
+
+
 @pytest.mark.parametrize("real", REALS)
 def test_packed_points(real, rng):
     count = 700
@@ -398,6 +417,8 @@ def test_capacity():
 
 def test_every_instruction_is_compared():
     """A new instruction wants a test above."""
-    compared = "product total root bits_of order_key real_of_key as_type_of rarely store_point load_point filled insert"
+    compared = (
+        "product total root bits_of order_key real_of_key as_type_of rarely fold store_point load_point filled insert"
+    )
     there = {name for module in (lanes, topk) for name, value in vars(module).items() if hasattr(value, "python_twin")}
     assert there == set(compared.split())
