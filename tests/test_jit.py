@@ -44,6 +44,7 @@ RANKS = [
     {"arrays"},
     {"launch", "errors", "memory"},
     {"kernels.*", "loops.*"},
+    {"kernels.block"},
     {"lists"},
     {"balls"},
     {"search", "weights"},
