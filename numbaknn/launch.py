@@ -116,11 +116,8 @@ class Launch:
             arguments = [a.owner if isinstance(a, Flat) else a for a in self.arguments]
             self.kernel[self.blocks, self.threads, 0, self.shared_bytes](*arguments)
             return
-        result = driver.cuLaunchKernel(
-            self.handle, self.blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream, self.parameters, 0
-        )
-        if result[0]:
-            _raise(result[0])
+        grid, block = (self.blocks, 1, 1), (self.threads, 1, 1)
+        _put(driver.cuLaunchKernel, self.handle, *grid, *block, self.shared_bytes, stream, self.parameters, 0)
 
 
 class Graph:
@@ -173,9 +170,7 @@ class Graph:
                 for launch in self.launches:
                     launch.run(stream)
                 return
-            result = driver.cuGraphLaunch(self._executable, stream)
-            if result[0]:
-                _raise(result[0])
+            _put(driver.cuGraphLaunch, self._executable, stream)
 
     def _take(self, addresses):
         changed = set()
@@ -185,9 +180,7 @@ class Graph:
                     self.launches[number].point_at(place, address)
                     changed.add(number)
         for n in changed:
-            result = driver.cuGraphExecKernelNodeSetParams(self._executable, self._nodes[n], self._parameters[n])
-            if result[0]:
-                _raise(result[0])
+            _put(driver.cuGraphExecKernelNodeSetParams, self._executable, self._nodes[n], self._parameters[n])
         self._addresses = addresses
 
     def __del__(self):
@@ -280,6 +273,16 @@ def _node_parameters(launch):
     parameters.sharedMemBytes = launch.shared_bytes
     parameters.kernelParams = launch.parameters
     return parameters
+
+
+def _put(call, *arguments):
+    """A driver call that gives work to the device or to a graph, in a thread that may not have used CUDA before."""
+    result = call(*arguments)
+    if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        cuda.current_context()  # becomes the one of this thread
+        result = call(*arguments)
+    if result[0]:
+        _raise(result[0])
 
 
 def _checked(result):

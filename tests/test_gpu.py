@@ -463,6 +463,18 @@ def test_threads(library, rng):
     assert wrong == []
 
 
+def test_a_plan_in_a_thread_that_is_new_to_cuda(library, rng):
+    """Nothing there has made the context of the device current yet."""
+    points, queries = rng.random((900, 3), F32), rng.random((500, 3), F32)
+    placed = library.put(points), library.put(queries)
+    plan = numbaknn.plan(numbaknn.knn, *placed, k=3)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(plan(*placed)))
+    thread.start()
+    thread.join()
+    same([library.get(array) for array in found], oracle.nearest(points, queries, 3))
+
+
 # -- Streams and waiting -------------------------------------------------------------------------------------------------
 
 SPIN = 'extern "C" __global__ void spin(long long n) { long long from = clock64(); while (clock64() - from < n); }'
