@@ -353,15 +353,20 @@ def run_once(shape, count, options, dtype, library, flats, stream):
     gets a workspace of its own. A caller's memory isn't kept.
     """
 
+    points, queries, *answer = flats
+    if shape[0] > MOST_KEPT_ROWS:
+        grid = DeviceGrid(points.borrowed(), *shape, dtype, library).build(points.borrowed(), stream)
+        grid.query(queries.borrowed(), count, options, *answer, stream)
+        if is_capturing(stream):
+            _captured.add(grid)
+        return
+
     def make():
         points, queries, *answer = borrowed = [flat.borrowed() for flat in flats]
         grid = DeviceGrid(points, *shape, dtype, library)
         return DeviceCall(grid, True, queries, count, options, *answer, borrowed)
 
-    if shape[0] <= MOST_KEPT_ROWS:
-        call = _calls.get((shape, count, options, dtype, library, stream), make)
-    else:
-        call = make()
+    call = _calls.get((shape, count, options, dtype, library, stream), make)
     call.run(flats, stream)
-    if stream and is_capturing(stream):
+    if is_capturing(stream):
         _captured.add(call)
