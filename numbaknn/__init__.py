@@ -1,4 +1,4 @@
-"""numbaknn: exact nearest neighbours on a grid, on the GPU and on the CPU, in Python.
+"""numbaknn: exact nearest neighbours on a grid, and scores of wide tables, on the GPU and on the CPU, in Python.
 
 Every GPU kernel is written with ``numba.cuda``; the same arithmetic, compiled with ``numba.njit``, serves machines without
 a GPU. Arrays of NumPy, CuPy, PyTorch and anything with ``__cuda_array_interface__`` or DLPack are taken as they are and
@@ -8,7 +8,20 @@ answered in kind.
 from numbaknn.errors import NoDeviceError
 from numbaknn.neighbors import Balls, GridIndex, interpolate, knn
 from numbaknn.planning import Plan, plan
+from numbaknn.rows import layer_norm, row_score, to_feature_major
 
 __version__ = "0.1.0"
 
-__all__ = ["Balls", "GridIndex", "NoDeviceError", "Plan", "__version__", "interpolate", "knn", "plan"]
+__all__ = [
+    "Balls",
+    "GridIndex",
+    "NoDeviceError",
+    "Plan",
+    "__version__",
+    "interpolate",
+    "knn",
+    "layer_norm",
+    "plan",
+    "row_score",
+    "to_feature_major",
+]

@@ -14,13 +14,15 @@ import ctypes
 import sys
 from functools import cache
 from math import prod
+from typing import Literal, get_args
 
 import numpy as np
 from numba import cuda
 
+from numbaknn import errors
 from numbaknn.jit import SIMULATED
 from numbaknn.kernels.copying import convert_kernel, pack_kernel, take_rows_kernel
-from numbaknn.launch import Flat, Launch, dispatch, free_device_bytes
+from numbaknn.launch import Flat, Launch, dispatch, free_device_bytes, has_device
 from numbaknn.memory import free_host_bytes
 
 THREADS = 256
@@ -46,6 +48,25 @@ class Adopted:
         """The elements in C order, as flat memory of `dtype`."""
         return self.library.flat(self.array, dtype)
 
+    @property
+    def strides(self):
+        """The distance of elements along each axis, in elements; None where the memory can't be read as it is."""
+        return self.library.strides(self.array)
+
+    def span(self, size):
+        """The memory as it is, from the first element on, as flat memory of so many elements."""
+        return self.library.span(self.array, size)
+
+    def as_numpy(self):
+        """An array in host memory as NumPy's, of any strides; without a copy where NumPy has its dtype."""
+        return self.library.as_numpy(self.array)
+
+
+def _strides_in_elements(array):
+    if any(stride % array.dtype.itemsize for stride in array.strides):
+        return None
+    return tuple(stride // array.dtype.itemsize for stride in array.strides)
+
 
 class Library:
     """NumPy, and what can be read as a NumPy array. The others derive from it."""
@@ -63,10 +84,24 @@ class Library:
         device. None for any other; it is then for `adopt` to say what it is."""
         return None
 
+    def strides(self, array):
+        return _strides_in_elements(array) if array.dtype.isnative and array.flags.aligned else None
+
+    def span(self, array, size):
+        return np.asarray(_Unmarked(np.lib.stride_tricks.as_strided(array, (size,), (array.itemsize,))))
+
     def empty(self, shape, dtype):
         """(array, its flat memory)."""
         array = np.empty(shape, dtype)
         return array, array.reshape(-1)
+
+    def as_numpy(self, array):
+        return np.asarray(array)
+
+    def empty_columns(self, shape, dtype):
+        """(array in Fortran order, its flat memory)."""
+        array, flat = self.empty(shape[::-1], dtype)
+        return array.T, flat
 
     def copied(self, array):
         """A fresh copy of an array that `empty` made."""
@@ -132,6 +167,18 @@ class TorchHost(Library):
     def flat(self, array, dtype):
         return self._packed(array, dtype).numpy().reshape(-1)
 
+    def strides(self, array):
+        # a bfloat16 is known as the float16 that it isn't; a negated view has its sign beside its memory
+        unlike = array.dtype == self.torch.bfloat16 or array.is_neg()
+        return None if unlike else array.stride()
+
+    def span(self, array, size):
+        return array.detach().as_strided((size,), (1,)).numpy()
+
+    def as_numpy(self, array):
+        array = array.detach().resolve_neg()
+        return (array.float() if array.dtype == self.torch.bfloat16 else array).numpy()
+
     def empty(self, shape, dtype):
         tensor = self.torch.empty(shape, dtype=self._dtype(dtype))
         return tensor, tensor.numpy().reshape(-1)
@@ -176,6 +223,9 @@ class TorchDevice(TorchHost):
         )
         return array.data_ptr() if known else None
 
+    def span(self, array, size):
+        return Flat(array, array.data_ptr(), size, _dtype_of_torch(array.dtype))
+
     def empty(self, shape, dtype):
         tensor = self.torch.empty(shape, dtype=self._dtype(dtype), device=self.torch_device)
         return tensor, Flat(tensor, tensor.data_ptr(), tensor.numel(), dtype)
@@ -215,6 +265,12 @@ class CupyDevice(Library):
         memory = array.data
         return memory.ptr if array.flags.c_contiguous and memory.device_id == self.device else None
 
+    def strides(self, array):
+        return _strides_in_elements(array)
+
+    def span(self, array, size):
+        return Flat(array, array.data.ptr, size, array.dtype)
+
     def empty(self, shape, dtype):
         array = self.cupy.empty(shape, dtype)
         return array, Flat(array, array.data.ptr, array.size, dtype)
@@ -251,9 +307,25 @@ class NumbaDevice(Library):
             dispatch(pack_kernel, packed.size, THREADS, self.stream(), matrix, packed)
         return _flat_of_numba(packed)
 
+    def strides(self, array):
+        return _strides_in_elements(array)
+
+    def span(self, array, size):
+        if SIMULATED:
+            memory = np.lib.stride_tricks.as_strided(array._ary, (size,), (array.dtype.itemsize,))
+            return Flat(type(array)(memory), 0, size, array.dtype)
+        return Flat(array, array.__cuda_array_interface__["data"][0], size, array.dtype)
+
     def empty(self, shape, dtype):
         array = cuda.device_array(shape, dtype)
         return array, _flat_of_numba(array)
+
+    def empty_columns(self, shape, dtype):
+        array = cuda.device_array(shape, dtype, order="F")
+        if SIMULATED:
+            return array, _flat_of_numba(array.T)
+        # .T would be a copy
+        return array, Flat(array, array.__cuda_array_interface__["data"][0], array.size, dtype)
 
     def copied(self, array):
         copy = cuda.device_array(array.shape, array.dtype)
@@ -291,6 +363,36 @@ def hand_back(library, array):
     if isinstance(library, DlpackHost):
         return library.namespace.from_dlpack(array)
     return array
+
+
+@cache
+def working_dtype(*dtypes):
+    """The precision of the computation: integers in float64, float16 in float32, mixtures as NumPy mixes them."""
+    dtype = np.result_type(*dtypes)
+    if dtype.kind in "iub":
+        return np.dtype(np.float64)
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
+Target = Literal["auto", "cpu", "cuda"]
+TARGETS = get_args(Target)
+
+
+def chosen_target(target, adopted):
+    """ "cpu" or "cuda", from the caller's wish and where an array is."""
+    errors.check_choice("target", target, TARGETS)
+    if adopted.on_device:
+        if target == "cpu":
+            raise ValueError(
+                f"target must be 'cuda' or 'auto' for arrays on a device, came as 'cpu' with {adopted.name} "
+                f"on {adopted.library.word}"
+            )
+        return "cuda"
+    if target == "cuda" and not has_device():
+        raise errors.NoDeviceError("target='cuda' needs a CUDA device and a working driver, this machine has none")
+    if target == "auto":
+        return "cuda" if has_device() else "cpu"
+    return target
 
 
 def adopt(name, array):

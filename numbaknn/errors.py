@@ -57,17 +57,42 @@ def check_k(k):
     return k
 
 
+def _as_real(name, value):
+    try:
+        real = float(value) if not isinstance(value, (str, bytes)) else None
+    except (TypeError, ValueError):
+        real = None
+    if real is None:
+        raise TypeError(f"{name} must be a real number, came as {value!r} of type {type(value).__name__}")
+    return real
+
+
 def check_length(name, value):
     """A distance or a tolerance: a real number that is neither negative nor NaN."""
-    try:
-        length = float(value) if not isinstance(value, (str, bytes)) else None
-    except (TypeError, ValueError):
-        length = None
-    if length is None:
-        raise TypeError(f"{name} must be a real number, came as {value!r} of type {type(value).__name__}")
+    length = _as_real(name, value)
     if math.isnan(length) or length < 0:
         raise ValueError(f"{name} must be 0 or more, came as {value!r}")
     return length
+
+
+def check_table(name, shape):
+    """`shape` must be (rows, features)."""
+    if len(shape) != 2:
+        raise ValueError(f"{name} must have shape (rows, features), came with shape {tuple(shape)}")
+
+
+def check_features(name, shape, width):
+    """One entry a feature."""
+    if tuple(shape) != (width,):
+        raise ValueError(f"{name} must have one entry a feature, shape ({width},), came with shape {tuple(shape)}")
+
+
+def check_number(name, value):
+    """A real number that is not NaN."""
+    number = _as_real(name, value)
+    if math.isnan(number):
+        raise ValueError(f"{name} must be a number, came as {value!r}")
+    return number
 
 
 def check_cell_size(cell_size):

@@ -76,6 +76,15 @@ class Flat:
         owner = self.owner.view(dtype) if SIMULATED else self.owner
         return Flat(owner, self.address, self.size * np.dtype(self.dtype).itemsize // dtype.itemsize, dtype)
 
+    def part(self, first, size, dtype):
+        """`size` elements of another type, from element `first` on."""
+        dtype = np.dtype(dtype)
+        start = first * np.dtype(self.dtype).itemsize
+        owner = self.owner
+        if SIMULATED:
+            owner = self.viewed(np.uint8).owner[start : start + size * dtype.itemsize].view(dtype)
+        return Flat(owner, self.address + start, size, dtype)
+
 
 class Launch:
     """A kernel with its grid, blocks and arguments, ready to run."""
@@ -223,6 +232,80 @@ def write(flat, host, stream):
         flat.owner.copy_to_device(np.ascontiguousarray(host))
     elif host.size:
         _checked(driver.cuMemcpyHtoDAsync(flat.address, host.ctypes.data, host.nbytes, stream))
+
+
+# -- Page-locked memory and streams: for tables that come from the host in chunks ---------------------------------------
+
+
+def page_locked(size):
+    """Bytes of host memory that the device reads and writes at the full speed of the bus."""
+    return cuda.pinned_array(size, np.uint8)
+
+
+def is_page_locked(first, last):
+    """Whether host memory between two addresses is page-locked already, by whichever library."""
+    if SIMULATED:
+        return False
+    cuda.current_context()  # only within one does the driver know
+    return _memory_is_page_locked(first) and _memory_is_page_locked(last - 1)
+
+
+def _memory_is_page_locked(address):
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    # memory that CUDA knows nothing of is an error to older drivers, and no type to newer ones
+    code, kind = driver.cuPointerGetAttribute(attribute, address)
+    return not code and kind == driver.CUmemorytype.CU_MEMORYTYPE_HOST
+
+
+def new_stream():
+    """The handle of a stream of its own, on the current device."""
+    if SIMULATED:
+        return 0
+    cuda.current_context()
+    return int(_checked(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)))
+
+
+def destroy_stream(stream):
+    if not SIMULATED:
+        driver.cuStreamDestroy(stream)
+
+
+def wait_for(stream):
+    """Until everything on the stream is done."""
+    if not SIMULATED:
+        _checked(driver.cuStreamSynchronize(stream))
+
+
+def upload(flat, host, stream):
+    """Copy a packed, page-locked array into the first elements of device memory; it must stay until the stream is there."""
+    if SIMULATED:
+        flat.owner[: host.size] = host
+    else:
+        _checked(driver.cuMemcpyHtoDAsync(flat.address, host.ctypes.data, host.nbytes, stream))
+
+
+def upload_lines(flat, host, stream):
+    """`upload` for a page-locked matrix whose rows are packed but lie apart."""
+    if SIMULATED:
+        flat.owner[: host.size * host.itemsize] = np.ascontiguousarray(host).reshape(-1).view(np.uint8)
+        return
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType, copy.dstMemoryType = (
+        driver.CUmemorytype.CU_MEMORYTYPE_HOST,
+        driver.CUmemorytype.CU_MEMORYTYPE_DEVICE,
+    )
+    copy.srcHost, copy.srcPitch = host.ctypes.data, host.strides[0]
+    copy.WidthInBytes, copy.Height = host.shape[1] * host.itemsize, host.shape[0]
+    copy.dstDevice, copy.dstPitch = flat.address, copy.WidthInBytes
+    _checked(driver.cuMemcpy2DAsync(copy, stream))
+
+
+def download(host, flat, stream):
+    """Fill a packed, page-locked array from the first elements of device memory, once the stream gets there."""
+    if SIMULATED:
+        host[:] = flat.owner.copy_to_host()[: host.size]
+    else:
+        _checked(driver.cuMemcpyDtoHAsync(host.ctypes.data, flat.address, host.nbytes, stream))
 
 
 @cache

@@ -9,11 +9,13 @@ import numba
 import numpy as np
 
 from numbaknn import errors
-from numbaknn.arrays import THREADS, NumbaDevice, adopt, hand_back
+from numbaknn.arrays import THREADS, NumbaDevice, Target, adopt, hand_back
+from numbaknn.arrays import chosen_target as _target
+from numbaknn.arrays import working_dtype as _working_dtype
 from numbaknn.kernels.binning import first_bad_row_kernel
 from numbaknn.kernels.copying import convert_kernel
 from numbaknn.kernels.interpolation import interpolate_kernel
-from numbaknn.launch import Flat, Launch, has_device, read, write
+from numbaknn.launch import Flat, Launch, read, write
 from numbaknn.loops.binning import first_bad_row
 from numbaknn.loops.interpolation import interpolate_loop
 from numbaknn.memory import check_fits
@@ -21,10 +23,8 @@ from numbaknn.planning import Plan, check_like, plannable
 from numbaknn.plans.balls import DeviceBalls, HostBalls
 from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceCall, DeviceGrid, HostGrid, run_once
 
-Target = Literal["auto", "cpu", "cuda"]
 Check = Literal["auto"] | bool
 
-TARGETS = ("auto", "cpu", "cuda")
 WEIGHTS = ("distance", "uniform")
 CHECKS = ("auto", True, False)
 
@@ -57,7 +57,7 @@ def knn(
         Only neighbours at a distance below this. Compared as a double with the distance that is returned.
     eps : float
         As in SciPy, the k-th distance returned is at most (1 + eps) times the true one, which lets a search stop earlier.
-        Which of the neighbours within that are returned may differ between targets. Long lists are exact all the same.
+        Which of the neighbours within that are returned may differ between targets. Beyond k=32 the answer is exact.
     squared : bool
         Return squared distances. Bounds stay plain distances.
     index_dtype : "int64" or "int32"
@@ -404,38 +404,12 @@ def _adopt_cloud(name, array):
     return adopted
 
 
-@cache
-def _working_dtype(*dtypes):
-    """The precision of the computation: integers in float64, float16 in float32, mixtures as NumPy mixes them."""
-    dtype = np.result_type(*dtypes)
-    if dtype.kind in "iub":
-        return np.dtype(np.float64)
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
-
-
 def _check_same_place(points, queries):
     if points.library.device != queries.library.device:
         raise ValueError(
             f"queries must be on the same device as points, came on {queries.library.word} with points on "
             f"{points.library.word}"
         )
-
-
-def _target(target, points):
-    """ "cpu" or "cuda", from the caller's wish and where the points are."""
-    errors.check_choice("target", target, TARGETS)
-    if points.on_device:
-        if target == "cpu":
-            raise ValueError(
-                f"target must be 'cuda' or 'auto' for arrays on a device, came as 'cpu' with {points.name} "
-                f"on {points.library.word}"
-            )
-        return "cuda"
-    if target == "cuda" and not has_device():
-        raise errors.NoDeviceError("target='cuda' needs a CUDA device and a working driver, this machine has none")
-    if target == "auto":
-        return "cuda" if has_device() else "cpu"
-    return target
 
 
 def _check_finite(adopted, values, stream):

@@ -24,7 +24,7 @@ def plan(function: Callable, *arrays: Any, **options: Any) -> Plan:
     Parameters
     ----------
     function : callable
-        `numbaknn.knn` or the `query` of a `GridIndex`.
+        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score` or `numbaknn.layer_norm`.
     *arrays : array
         Examples of the arrays of the call: they fix shapes, dtypes, device and library. Their values don't matter.
     **options
@@ -76,7 +76,7 @@ class Plan:
     launches: int = 0
     device_bytes: int = 0
 
-    def __call__(self, *arrays: Any, copy: bool = False) -> tuple[Any, ...]:
+    def __call__(self, *arrays: Any, copy: bool = False) -> Any:
         """Run on these arrays.
 
         Parameters
@@ -92,7 +92,9 @@ class Plan:
             For other shapes, dtypes or devices.
         """
         outputs = self._run(arrays)
-        return tuple(map(self._copied, outputs)) if copy else outputs
+        if not copy:
+            return outputs
+        return tuple(map(self._copied, outputs)) if isinstance(outputs, tuple) else self._copied(outputs)
 
     def _run(self, arrays):
         raise NotImplementedError

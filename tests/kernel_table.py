@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import balls, binning, copying, interpolation, lists, neighbors
+from numbaknn.kernels import balls, binning, copying, interpolation, lists, neighbors, rows
 from numbaknn.launch import has_device
 from numbaknn.plans.neighbors import BUILDING_THREADS
 from numbaknn.topk import CAPACITIES
@@ -22,15 +22,16 @@ from numbaknn.topk import CAPACITIES
 REAL = "REAL"
 
 ARRAYS = {
-    REAL: "points queries coordinates table frame distances",
+    REAL: "points queries coordinates table frame distances x mean inv_std weight bias scores y",
     types.int32: "shape starts cells ranks sums marks",
     types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals",
     types.float64: "means",
+    types.boolean: "flags",
 }
 SCALARS = {
-    REAL: "limit shrink",
+    REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room",
+    "mantissa room stride",
     types.float64: "cell_size largest smallest eps",
     types.boolean: "among_themselves bounded squared uniform rooted",
 }
@@ -47,6 +48,7 @@ class Entry:
     registers: as measured for sm_90 in float32 and in float64; MARGIN more are let pass. loads, stores: at least so many
     128-bit loads and stores. fused: whether products and sums of reals may be fused. reals: the types that it is compiled
     for. threads: the size of its blocks, if that is compiled in. own: see above.
+    scalars: names of arguments that are a REAL scalar in this kernel alone.
     """
 
     kernel: object
@@ -57,6 +59,7 @@ class Entry:
     reals: tuple = (types.float32, types.float64)
     threads: int | None = None
     own: dict = field(default_factory=dict)
+    scalars: str = ""
 
 
 def strided(dtype):
@@ -122,6 +125,29 @@ KERNELS |= {
     for real, registers in zip((types.float32, types.float64), measured)
 }
 
+# Rows: by lanes, parts or quads a lane. What is unaligned is read element by element.
+HALVES = {"x": types.int16}
+WORDS = {"x": types.int32, "y": types.int32}
+KERNELS |= {
+    "row_score_kernel[1]": Entry(rows.row_major_kernel(1, True), (60, 96), loads=7),
+    "row_score_kernel[4]": Entry(rows.row_major_kernel(4, True), (59, 96), loads=7),
+    "row_score_kernel[32]": Entry(rows.row_major_kernel(32, True), (59, 96), loads=7),
+    "row_score_kernel[256]": Entry(rows.row_major_kernel(256, True), (59, 96), loads=7),
+    "row_score_kernel[8 unaligned]": Entry(rows.row_major_kernel(8, False), (93, 130)),
+    "row_score_kernel[4 halves]": Entry(rows.row_major_kernel(4, True), (64,), loads=3, own=HALVES),
+    "feature_score_kernel[1]": Entry(rows.feature_major_kernel(1, 1, True), (70, 128), loads=28),
+    "feature_score_kernel[8]": Entry(rows.feature_major_kernel(8, 1, True), (80, 128), loads=28),
+    "feature_score_kernel[8 x 8 unaligned]": Entry(rows.feature_major_kernel(8, 8, False), (80, 132)),
+    "layer_norm_kernel[32 x 4]": Entry(
+        rows.layer_norm_kernel(32, 4, True), (48, 78), loads=12, stores=4, scalars="eps"
+    ),
+    "layer_norm_kernel[64 x 3]": Entry(rows.layer_norm_kernel(64, 3, True), (48, 65), loads=9, stores=3, scalars="eps"),
+    "layer_norm_kernel[64 x 3 unaligned]": Entry(rows.layer_norm_kernel(64, 3, False), (46, 65), scalars="eps"),
+    "wide_layer_norm_kernel": Entry(rows.wide_layer_norm_kernel(512, True), (42, 52), loads=5, stores=1, scalars="eps"),
+    "transpose_kernel": Entry(rows.transpose_kernel(True), (48,), loads=4, stores=1, own=WORDS),
+    "transpose_kernel[unaligned]": Entry(rows.transpose_kernel(False), (64,), own=WORDS),
+}
+
 
 def signature(entry, real):
     """The types of a kernel's arguments for this type of reals."""
@@ -133,6 +159,7 @@ def signature(entry, real):
     for name, meaning in entry.own.items():
         plain = name not in ("fill",) and not isinstance(meaning, types.Array)
         named[name] = types.Array(meaning, 1, "C") if plain else meaning
+    named |= dict.fromkeys(entry.scalars.split(), real)
     return tuple(named[name] for name in inspect.signature(entry.kernel.py_func).parameters)
 
 

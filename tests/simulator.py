@@ -46,6 +46,13 @@ SMALL = [
     ("numbaknn.plans.balls", "ENOUGH_THREADS", 64),
     ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
+    ("numbaknn.plans.rows", "ROW_THREADS", 4),
+    ("numbaknn.plans.rows", "COLUMN_THREADS", 2),
+    ("numbaknn.plans.rows", "COLUMN_QUADS", 2),
+    ("numbaknn.plans.rows", "NORM_THREADS", 4),
+    ("numbaknn.streaming", "CHUNK_BYTES", 600),
+    ("numbaknn.streaming", "SLOTS", 2),
+    ("numbaknn.streaming", "PIECE_BYTES", 64),
 ]
 
 
@@ -250,6 +257,81 @@ def index_keeps_its_points(points, queries, **options):
     index = numbaknn.GridIndex(array)
     array.copy_to_device(np.zeros_like(points))
     return _values(index.query(_place(queries, "c"), **options))
+
+
+def rows_on_device(name, arrays, layout="c", **options):
+    """An operation on a table in this layout on the device, and its parameters."""
+    import numbaknn
+
+    x, *parameters = arrays
+    placed = [_place(x, layout), *(_place(parameter, "c") for parameter in parameters)]
+    found = getattr(numbaknn, name)(*placed, **options)
+    return [_returned(array) for array in (found if isinstance(found, tuple) else [found])]
+
+
+def strides_on_device(x, layout):
+    """Of a table that to_feature_major has turned."""
+    import numbaknn
+
+    turned = numbaknn.to_feature_major(_place(x, layout))
+    return turned.strides, turned.copy_to_host()
+
+
+def scores_into(arrays, layout, count):
+    """The outputs that row_score was given, and whether it returned these very ones."""
+    import numbaknn
+
+    placed = [_place(array, layout) for array in arrays]
+    out = _place(np.zeros(count, arrays[0].dtype), layout), _place(np.zeros(count, bool), layout)
+    found = numbaknn.row_score(*placed, out=out, target="cuda")
+    return _values(out), all(a is b for a, b in zip(found, out))
+
+
+def planned_rows(name, draws, layouts, **options):
+    """The answers of one plan, made for the first of the draws, to all of them, each table in a layout of its own."""
+    import numbaknn
+
+    placed = [
+        [_place(x, layout), *(_place(parameter, "host" if layout == "host" else "c") for parameter in parameters)]
+        for (x, *parameters), layout in zip(draws, layouts)
+    ]
+    plan = numbaknn.plan(getattr(numbaknn, name), *placed[0], target="cuda", **options)
+    answers = []
+    for turn, draw in enumerate(placed):
+        found = plan(*draw, copy=bool(turn % 2))
+        answers.append([array.copy() for array in _values(found if isinstance(found, tuple) else [found])])
+    return answers, plan.launches
+
+
+def stream_page_locked(name, arrays, **options):
+    """An operation on host arrays of which the table is taken for page-locked, and how much was staged of it."""
+    import numbaknn
+    from numbaknn import launch, streaming
+
+    staged, before = [], (launch.is_page_locked, streaming.copy_all)
+
+    def copy_all(done, table=None):
+        staged.append(table is not None)
+        before[1](done, table)
+
+    launch.is_page_locked, streaming.copy_all = lambda first, last: True, copy_all
+    try:
+        found = getattr(numbaknn, name)(*arrays, target="cuda", **options)
+    finally:
+        launch.is_page_locked, streaming.copy_all = before
+    return found, sum(staged), len(staged)
+
+
+def rings(calls):
+    """How many rings the pool has after these calls (arrays, options), and after one whose bar fails."""
+    import numbaknn
+    from numbaknn import streaming
+
+    kept = []
+    for arrays, options in calls:
+        numbaknn.row_score(*arrays, target="cuda", **options)
+        kept.append(len(streaming._pool._rings))
+    return kept
 
 
 def run_case(path, name):

@@ -41,13 +41,13 @@ RANKS = [
     {"planning"},
     {"plans.balls"},
     {"plans.*"},
+    {"streaming"},
     {"arrays"},
-    {"launch", "errors", "memory"},
+    {"launch", "errors", "keeping", "memory"},
     {"kernels.*", "loops.*"},
-    {"kernels.block"},
     {"lists"},
     {"balls"},
-    {"search", "weights"},
+    {"search", "weights", "rowwise"},
     {"geometry", "topk", "block"},
     {"lanes"},
     {"jit"},
@@ -148,7 +148,7 @@ KERNELS = dict(dispatchers("kernels", type(cuda.jit(lambda: None))))
 
 
 def test_there_are_loops_and_kernels():
-    assert {"knn_loop", "measure_points", "bin_points"} <= LOOPS.keys()
+    assert {"knn_loop", "measure_points", "bin_points", "row_score_loop", "copy_pieces"} <= LOOPS.keys()
     assert {"scatter_kernel", "pack_kernel"} <= KERNELS.keys()
 
 
@@ -211,12 +211,14 @@ def test_second_process_compiles_nothing():
 import pathlib
 import numpy as np
 import numbaknn as nk
-from numbaknn.loops import binning, interpolation, neighbors
+from numbaknn.loops import binning, interpolation, neighbors, rows
 points = np.random.default_rng(0).random((50, 3))
 nk.knn(points, points, k=2, target="cpu")
 nk.interpolate(points, points, points, k=2, target="cpu")
+nk.row_score(points, *points[:3], target="cpu")
+nk.layer_norm(points, *points[:2], target="cpu")
 functions = binning.measure_points, binning.bin_points, binning.first_bad_row, interpolation.interpolate_loop
-functions += (neighbors.knn_loop,)
+functions += neighbors.knn_loop, rows.row_score_loop, rows.layer_norm_loop
 print(sum(sum(function.stats.cache_misses.values()) for function in functions))
 print(len(list(pathlib.Path(nk.__file__).parent.rglob("*.nbc"))))
 """
@@ -262,13 +264,157 @@ def compiled_over(operation, arguments):
     return numba.njit(scope["fill"])
 
 
+OF_TWO = [lanes.product, lanes.total, lanes.difference, lanes.clamped]
+NAMES_OF_TWO = ["product", "total", "difference", "clamped"]
+
+
 @pytest.mark.parametrize("real", REALS)
-@pytest.mark.parametrize("operation", [lanes.product, lanes.total], ids=["product", "total"])
+@pytest.mark.parametrize("operation", OF_TWO, ids=NAMES_OF_TWO)
 def test_products_and_sums(operation, real, rng):
     a, b = rng.permutation(patterns(rng, real)), rng.permutation(patterns(rng, real))
+    b = np.abs(b) if operation is lanes.clamped else b
     out = np.empty_like(a)
     compiled_over(operation, 2)(out, a, b)
     same_bits(out, [operation.python_twin(x, y) for x, y in zip(a, b)])
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("length", [4, 16])
+@pytest.mark.parametrize("operation", OF_TWO, ids=NAMES_OF_TWO)
+def test_vectors_as_reals(operation, length, real, rng):
+    """Element by element what the operation does to reals, and the same with a real in place of a vector."""
+    slots = (0,) * length
+    a, b = rng.permutation(patterns(rng, real))[:960], np.abs(rng.permutation(patterns(rng, real))[:960])
+
+    @numba.njit
+    def both(a, b, out, with_one):
+        for first in range(0, a.size, length):
+            left = lanes.load_vector(a, first, slots)
+            lanes.store_vector(out, first, operation(left, lanes.load_vector(b, first, slots)))
+            lanes.store_vector(with_one, first, operation(left, b[0]))
+
+    out, with_one = np.empty_like(a), np.empty_like(a)
+    both(a, b, out, with_one)
+    same_bits(out, [operation.python_twin(x, y) for x, y in zip(a, b)])
+    same_bits(with_one, [operation.python_twin(x, b[0]) for x in a])
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("length", [4, 8, 16, 64])
+def test_sums_of_vectors(length, real, rng):
+    """The order of the additions is that of the twin, and the twin's is neighbours first."""
+    slots = (0,) * length
+    values = (rng.normal(size=640) * 10.0 ** rng.integers(-6, 6, 640)).astype(real)
+
+    @numba.njit
+    def sums(values, trees, quads, parts):
+        for n in range(values.size // length):
+            vector = lanes.load_vector(values, n * length, slots)
+            trees[n] = lanes.sum_of(vector)
+            lanes.store_vector(quads, 4 * n, lanes.sum_by_quads(vector))
+            for place in range(4):
+                parts[4 * n + place] = lanes.element(lanes.quad_of(vector, length // 4 - 1), place)
+
+    count = 640 // length
+    trees, quads, parts = np.empty(count, real), np.empty(4 * count, real), np.empty(4 * count, real)
+    sums(values, trees, quads, parts)
+    for n, vector in enumerate(values.reshape(count, length)):
+        same_bits(trees[n], lanes.sum_of.python_twin(vector))
+        same_bits(quads[4 * n : 4 * n + 4], lanes.sum_by_quads.python_twin(vector))
+        last = lanes.quad_of.python_twin(vector, length // 4 - 1)
+        same_bits(parts[4 * n : 4 * n + 4], [lanes.element.python_twin(last, place) for place in range(4)])
+    four = real(1e8), real(1), real(-1e8), real(1)
+    assert lanes.sum_of.python_twin(np.array(four)) == (four[0] + four[1]) + (four[2] + four[3])
+    assert lanes.sum_by_quads.python_twin(np.full(8, -0.0, real)).tobytes() == bytes(4 * np.dtype(real).itemsize)
+
+
+def test_zeros():
+    @numba.njit
+    def fill(out):
+        lanes.store_vector(out, 1, lanes.zeros(out[0], (0, 0, 0, 0)))
+
+    out = np.ones(6, np.float32)
+    fill(out)
+    np.testing.assert_array_equal(out, [1, 0, 0, 0, 0, 1])
+    np.testing.assert_array_equal(lanes.zeros.python_twin(out[0], (0, 0, 0)), np.zeros(3, np.float32), strict=True)
+
+
+@pytest.mark.parametrize("dtype", [*REALS, np.int16, np.int8], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("last", [0, 5, 9, 12, 23, 24, 33, 40])
+def test_vectors_in_memory(last, dtype, rng):
+    slots = (0,) * 16
+    values = rng.integers(1, 100, 40).astype(dtype)
+
+    @numba.njit
+    def load(values, first, last, out):
+        lanes.store_vector(out, 0, lanes.load_vector(values, first, slots))
+        lanes.store_vector(out, 16, lanes.load_up_to(values, first, last, slots))
+        lanes.store_vector(out, 32, lanes.load_spread(values, first, 3, last, slots))
+        quads = lanes.load_quads_up_to(values, first, 2, 6, last - first, slots)
+        lanes.store_vector(out, 48, quads)
+        lanes.store_vector(out, 64, lanes.kept(quads, 2, 6, last - first))
+        lanes.store_vector(out, 80, lanes.load_quads(values, first, 4, 8, last // 4 * 4 - first, slots))
+
+    first = 8
+    out = np.empty(96, dtype)
+    load(values, first, last, out)
+    quads = lanes.load_quads_up_to.python_twin(values, first, 2, 6, last - first, slots)
+    right = [
+        lanes.load_vector.python_twin(values, first, slots),
+        lanes.load_up_to.python_twin(values, first, last, slots),
+        lanes.load_spread.python_twin(values, first, 3, last, slots),
+        quads,
+        lanes.kept.python_twin(quads, 2, 6, last - first),
+        lanes.load_quads.python_twin(values, first, 4, 8, last // 4 * 4 - first, slots),
+    ]
+    np.testing.assert_array_equal(out, np.concatenate(right), strict=True)
+    # and the twins against slices
+    np.testing.assert_array_equal(right[0], values[first : first + 16])
+    padded = np.concatenate([values[:last], np.zeros(100, dtype)])
+    np.testing.assert_array_equal(right[1], padded[first : first + 16])
+    np.testing.assert_array_equal(right[2], padded[first : first + 48 : 3])
+    np.testing.assert_array_equal(quads, padded[(first + 2 + 6 * np.arange(4)[:, None] + np.arange(4)).ravel()])
+    stored = np.zeros(20, dtype)
+    lanes.store_vector.python_twin(stored, 2, right[0])
+    np.testing.assert_array_equal(stored[2:18], right[0])
+
+
+def test_halves():
+    """Every one of them, as a vector and alone; NaN is NaN."""
+    bits = np.arange(2**16, dtype=np.uint16).view(np.int16)
+    slots = (0,) * 16
+
+    @numba.njit
+    def widen(bits, vectors, reals, example):
+        for first in range(0, bits.size, 16):
+            lanes.store_vector(vectors, first, lanes.real_of(lanes.load_vector(bits, first, slots), example))
+        for n in range(bits.size):
+            reals[n] = lanes.real_of(bits[n], example) + lanes.real_of(example, example)
+
+    vectors, reals = np.empty(2**16, np.float32), np.empty(2**16, np.float32)
+    widen(bits, vectors, reals, np.float32(0))
+    with np.errstate(invalid="ignore"):  # NaN
+        right = bits.view(np.float16).astype(np.float32)
+        same_bits(vectors, right)
+        same_bits(reals, right + np.float32(0))
+        same_bits(lanes.real_of.python_twin(bits, right[0]), right)
+    assert lanes.real_of.python_twin(right, right[0]) is right
+
+
+def test_copies_of_bytes(rng):
+    source = rng.integers(0, 256, 1000).astype(np.uint8)
+    target, twin = np.zeros(1000, np.uint8), np.zeros(1000, np.uint8)
+
+    @numba.njit
+    def copy(target, source, count):
+        lanes.copy_bytes(target, source, count)
+
+    copy(target.ctypes.data + 3, source.ctypes.data + 7, 901)
+    lanes.copy_bytes.python_twin(twin.ctypes.data + 3, source.ctypes.data + 7, 901)
+    right = np.zeros(1000, np.uint8)
+    right[3:904] = source[7:908]
+    np.testing.assert_array_equal(target, right)
+    np.testing.assert_array_equal(twin, right)
 
 
 @pytest.mark.parametrize("real", REALS)
@@ -320,25 +466,6 @@ def test_hints_change_nothing():
     out = np.empty_like(values)
     compiled_over(lanes.rarely, 1)(out, values)
     np.testing.assert_array_equal(out, [lanes.rarely.python_twin(value) for value in values])
-
-
-def test_folds(rng):
-    """Written out in order: the state of one step is that of the next, here of another type than what a step makes of it."""
-
-    @numba.njit
-    def step(state, item, factors):
-        return state * factors[0] + item * factors[1]
-
-    @numba.njit
-    def compiled(start, a, b, c, factors):
-        return lanes.fold(step, start, (a, b, c), factors)
-
-    for a, b, c, *factors in rng.integers(-9, 9, (20, 5)).tolist():
-        factors = tuple(factors)
-        right = step.py_func(step.py_func(step.py_func(7, a, factors), b, factors), c, factors)
-        assert compiled(7, a, b, c, factors) == right
-        assert lanes.fold.python_twin(step.py_func, 7, (a, b, c), factors) == right
-    assert compiled(np.float64(0.5), 1, 2, 3, (2, 1)) == 15
 
 
 @pytest.mark.parametrize("real", REALS)
@@ -412,6 +539,26 @@ def test_lists(length, real, rng):
         assert list(zip(lists, numbers)) == right[:length]
 
 
+@jit.device
+def after(state, item, others):
+    """No two orders of the same items give the same."""
+    return state * others[0] - item
+
+
+def test_folds(rng):
+    items = tuple(int(item) for item in rng.integers(100, size=5))
+
+    @numba.njit
+    def folded(state, items, others):
+        return lanes.fold(after, state, items, others)
+
+    right = 1000
+    for item in items:
+        right = right * 3 - item
+    assert folded(1000, items, (3,)) == right
+    assert lanes.fold.python_twin(after.py_func, 1000, items, (3,)) == right
+
+
 def test_capacity():
     assert [topk.capacity(k) for k in range(1, 33)] == [1, 2, 4, 4, *[8] * 4, *[16] * 8, *[32] * 16]
 
@@ -419,7 +566,9 @@ def test_capacity():
 def test_every_instruction_is_compared():
     """A new instruction wants a test above."""
     compared = (
-        "product total root bits_of order_key real_of_key as_type_of rarely fold store_point load_point filled insert"
+        "product total root bits_of order_key real_of_key as_type_of rarely store_point load_point filled insert fold "
     )
+    compared += "difference clamped zeros sum_of sum_by_quads element quad_of load_vector store_vector load_spread "
+    compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes"
     there = {name for module in (lanes, topk) for name, value in vars(module).items() if hasattr(value, "python_twin")}
     assert there == set(compared.split())

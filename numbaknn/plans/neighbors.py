@@ -6,15 +6,15 @@ the shape of a cloud and can be built again and again over other points of that 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import lru_cache
-from threading import Lock, RLock
+from threading import RLock
 
 import numba
 import numpy as np
 from numba.np.numpy_support import from_dtype
 
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
+from numbaknn.keeping import Kept
 from numbaknn.kernels import binning as stages
 from numbaknn.kernels.lists import MOST_THREADS, list_kernel, long_list_kernel
 from numbaknn.kernels.neighbors import knn_eps_kernel, knn_kernel, nearest_kernel
@@ -47,11 +47,7 @@ SMALL_CELLS = 28000
 POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
 
-# The longest lists that are kept in order while a search goes on (topk.py); longer ones are collected first and sorted last
-# (lists.py). On a GPU as long as registers hold them; a processor inserts into 16 as quickly as it sorts them.
-LONGEST_ON_HOST, LONGEST_ON_DEVICE = 16, CAPACITIES[-1]
-
-# A block answers a query for a longer list: a warp for short lists, which has little to wait for, and a thread for every
+# A block answers a query for more than 32: a warp for short lists, which has little to wait for, and a thread for every
 # eight or so neighbours of long ones. Lists are collected in shared memory of up to 32 KiB a block, so that six blocks and
 # more share a multiprocessor; an eighth more room than k takes the last bin of squares.
 LIST_THREADS = 32
@@ -157,7 +153,7 @@ class HostGrid:
             options.bound != np.inf,
             options.k,
         )
-        if options.k > LONGEST_ON_HOST:
+        if options.k > CAPACITIES[-1]:
             list_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
@@ -259,7 +255,7 @@ class DeviceGrid:
         bound = square_limit(options.bound, dtype), bool(options.bound != np.inf)
         asked = count, asked, *cloud, *grid, *bound
         answer = distances, indices
-        if k > LONGEST_ON_DEVICE:
+        if k > CAPACITIES[-1]:
             threads, room = list_threads(k), k + k // 8 + 16
             shared_bytes = room * (dtype.itemsize + 4)
             asked = *asked, k, options.squared, among_themselves, mantissa_of(dtype)
@@ -315,28 +311,6 @@ class DeviceCall:
     def run_at(self, addresses, stream):
         """The same for addresses."""
         self._graph.run_at(addresses, stream)
-
-
-class Kept:
-    """A bounded store of what is costly to make, the least recently used thrown out first."""
-
-    def __init__(self, most):
-        self._most = most
-        self._items = OrderedDict()
-        self._lock = Lock()
-
-    def get(self, key, make):
-        with self._lock:
-            item = self._items.get(key)
-            if item is not None:
-                self._items.move_to_end(key)
-                return item
-        item = make()
-        with self._lock:
-            self._items[key] = item
-            while len(self._items) > self._most:
-                self._items.popitem(last=False)
-        return item
 
 
 _calls = Kept(MOST_KEPT)

@@ -1,0 +1,403 @@
+"""Scores of rows, layer norm, and a table turned from one layout into the other.
+
+A row in C order is split over lanes in quads; the lanes' partial sums are met by shuffles, and where a row has more than
+one warp by one exchange in shared memory. rowwise.py has the order of the sums.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from numba import cuda
+
+from numbaknn.jit import device, kernel
+from numbaknn.lanes import (
+    as_type_of,
+    difference,
+    element,
+    from_lane,
+    kept,
+    load_quads,
+    load_quads_up_to,
+    load_spread,
+    load_up_to,
+    load_vector,
+    product,
+    quad_of,
+    real_of,
+    store_vector,
+    sum_by_quads,
+    sum_of,
+    total,
+    zeros,
+)
+from numbaknn.rowwise import (
+    PART,
+    QUAD,
+    adjacent_rows,
+    columns_of_stretch,
+    contribution,
+    mean_of,
+    normalised,
+    scale_of,
+    scored_part_of_rows,
+    spread_rows,
+    squares_about,
+)
+
+WARP = 32
+
+# Rows that a thread works on: that many quads are on their way before the first is needed.
+ROWS = 4
+
+# The longest blocks that the shared memory below has room for.
+MOST_WARPS = 32
+MOST_FEATURE_MAJOR_THREADS = 256
+
+# Lengths of shared memory, where the compiler wants a number: four rows a warp, two sums a warp, four rows a thread.
+ROWS_OF_WARPS = ROWS * MOST_WARPS
+SUMS_OF_WARPS = 2 * MOST_WARPS
+ROWS_OF_THREADS = ROWS * MOST_FEATURE_MAJOR_THREADS
+
+
+@device
+def met_with(a, b, upper, distance):
+    """Two sums of two lanes that differ in the bit `distance`, met: a's in the lower lane, b's in the upper one."""
+    mine, other = (b, a) if upper else (a, b)
+    return total(mine, from_lane(other, distance))
+
+
+@device
+def load_quad(array, at, last, whole):
+    """A quad in one access of 128 bits; or element by element, up to the last."""
+    return load_vector(array, at, QUAD) if whole else load_up_to(array, at, last, QUAD)
+
+
+@device
+def write_score(score, threshold, row, count, scores, flags):
+    if row < count:
+        scores[row] = score
+        flags[row] = score > threshold
+
+
+@cache
+def row_major_kernel(lanes, whole):
+    """The kernel for rows that are split over so many lanes. whole: all quads are whole, and at multiples of 16 bytes."""
+    LANES, WHOLE = lanes, whole
+    LANES_IN_WARP = min(lanes, WARP)
+    GROUPS = WARP // LANES_IN_WARP  # of lanes, in a warp
+    WARPS = lanes // LANES_IN_WARP  # of a row
+    warps = (0,) * WARPS
+
+    @kernel
+    def row_score_kernel(x, stride, count, width, mean, inv_std, weight, clip, threshold, scores, flags):
+        """Four rows a thread: neighbouring groups of lanes have neighbouring rows, so that a warp reads a stretch."""
+        thread = cuda.grid(1)
+        lane, group = thread % LANES, thread // LANES
+        row = group // GROUPS * (ROWS * GROUPS) + group % GROUPS
+        at_a = min(row, count - 1) * stride
+        at_b = min(row + GROUPS, count - 1) * stride
+        at_c = min(row + 2 * GROUPS, count - 1) * stride
+        at_d = min(row + 3 * GROUPS, count - 1) * stride
+        sums_a = sums_b = sums_c = sums_d = zeros(clip, QUAD)
+        for column in range(4 * lane, width, 4 * LANES):
+            a = load_quad(x, at_a + column, at_a + width, WHOLE)
+            b = load_quad(x, at_b + column, at_b + width, WHOLE)
+            c = load_quad(x, at_c + column, at_c + width, WHOLE)
+            d = load_quad(x, at_d + column, at_d + width, WHOLE)
+            m = load_quad(mean, column, width, WHOLE)
+            s = load_quad(inv_std, column, width, WHOLE)
+            w = load_quad(weight, column, width, WHOLE)
+            sums_a = total(sums_a, contribution(real_of(a, clip), m, s, w, clip))
+            sums_b = total(sums_b, contribution(real_of(b, clip), m, s, w, clip))
+            sums_c = total(sums_c, contribution(real_of(c, clip), m, s, w, clip))
+            sums_d = total(sums_d, contribution(real_of(d, clip), m, s, w, clip))
+        sum_a, sum_b, sum_c, sum_d = sum_of(sums_a), sum_of(sums_b), sum_of(sums_c), sum_of(sums_d)
+        if LANES == 1:
+            write_score(sum_a, threshold, row, count, scores, flags)
+            write_score(sum_b, threshold, row + GROUPS, count, scores, flags)
+            write_score(sum_c, threshold, row + 2 * GROUPS, count, scores, flags)
+            write_score(sum_d, threshold, row + 3 * GROUPS, count, scores, flags)
+            return
+        # The first exchange leaves two rows to each lane, the second one: three shuffles in place of eight.
+        upper = lane & 1
+        sum_ab, sum_cd = met_with(sum_a, sum_b, upper, 1), met_with(sum_c, sum_d, upper, 1)
+        if LANES == 2:
+            write_score(sum_ab, threshold, row + upper * GROUPS, count, scores, flags)
+            write_score(sum_cd, threshold, row + (2 + upper) * GROUPS, count, scores, flags)
+            return
+        score = met_with(sum_ab, sum_cd, lane & 2, 2)
+        if LANES > 4:
+            score = total(score, from_lane(score, 4))
+        if LANES > 8:
+            score = total(score, from_lane(score, 8))
+        if LANES > 16:
+            score = total(score, from_lane(score, 16))
+        mine = lane % 4  # of the four rows
+        if WARPS > 1:
+            of_warps = cuda.shared.array(ROWS_OF_WARPS, scores.dtype)
+            slot = ROWS * (cuda.threadIdx.x // WARP)
+            if lane % WARP < ROWS:
+                of_warps[slot + mine] = score
+            cuda.syncthreads()
+            score = sum_of(load_spread(of_warps, slot + mine, ROWS, ROWS_OF_WARPS, warps))
+        if lane < ROWS:
+            write_score(score, threshold, row + mine * GROUPS, count, scores, flags)
+
+    return row_score_kernel
+
+
+@cache
+def feature_major_kernel(parts, rounds, whole):
+    """The kernel for rows in Fortran order whose parts are worked on by so many threads, in so many rounds.
+
+    whole: all columns are quads of rows, at multiples of 16 bytes.
+    """
+    PARTS, ROUNDS, WHOLE = parts, rounds, whole
+    STEP = len(PART) * parts * rounds
+    slots, round_slots = (0,) * parts, (0,) * rounds
+
+    @kernel
+    def feature_score_kernel(x, stride, count, width, mean, inv_std, weight, clip, threshold, scores, flags):
+        """Four rows and a part of the columns a thread. A block has THREADS / PARTS quads of rows."""
+        thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+        quads = threads // PARTS
+        quad, part = thread % quads, thread // quads
+        rows = ROWS * quads
+        row = cuda.blockIdx.x * rows
+        # adjacent rows where they are one access, else every quads-th, so that neighbours read neighbours
+        mine, step = (row + ROWS * quad, 1) if WHOLE else (row + quad, quads)
+        at = min(mine, count - ROWS) if WHOLE else mine  # a quad behind the last row reads the last one
+        table, none = (mean, inv_std, weight), zeros(clip, QUAD)
+        if PARTS == 1 and ROUNDS == 1:
+            if WHOLE:
+                sums = scored_part_of_rows(x, at, step, count, stride, width, 0, STEP, table, clip, adjacent_rows, none)
+            else:
+                sums = scored_part_of_rows(x, at, step, count, stride, width, 0, STEP, table, clip, spread_rows, none)
+            for n in range(ROWS):
+                write_score(element(sums, n), threshold, mine + n * step, count, scores, flags)
+            return
+        of_parts = cuda.shared.array(ROWS_OF_THREADS, scores.dtype)
+        of_rounds = cuda.shared.array(ROWS_OF_THREADS, scores.dtype)
+        for turn in range(ROUNDS):
+            first = len(PART) * (turn * PARTS + part)
+            if WHOLE:
+                sums = scored_part_of_rows(
+                    x, at, step, count, stride, width, first, STEP, table, clip, adjacent_rows, none
+                )
+            else:
+                sums = scored_part_of_rows(
+                    x, at, step, count, stride, width, first, STEP, table, clip, spread_rows, none
+                )
+            for n in range(ROWS):
+                of_parts[part * rows + (ROWS * quad + n if WHOLE else quad + n * quads)] = element(sums, n)
+            cuda.syncthreads()
+            for n in range(thread, rows, threads):
+                of_rounds[turn * rows + n] = sum_of(load_spread(of_parts, n, rows, PARTS * rows, slots))
+            cuda.syncthreads()
+        for n in range(thread, rows, threads):
+            score = sum_of(load_spread(of_rounds, n, rows, ROUNDS * rows, round_slots))
+            write_score(score, threshold, row + n, count, scores, flags)
+
+    return feature_score_kernel
+
+
+# -- Layer norm ----------------------------------------------------------------------------------------------------------
+
+
+@device
+def met_in_warp(value, lanes):
+    """The sum over the lanes of a row in a warp, in each of them."""
+    if lanes > 1:
+        value = total(value, from_lane(value, 1))
+    if lanes > 2:
+        value = total(value, from_lane(value, 2))
+    if lanes > 4:
+        value = total(value, from_lane(value, 4))
+    if lanes > 8:
+        value = total(value, from_lane(value, 8))
+    if lanes > 16:
+        value = total(value, from_lane(value, 16))
+    return value
+
+
+@device
+def statistics_of_row(width, slot, warps, of_warps):
+    """(mean, squares about it) of a row from its warps' sums and squares, which they have left in shared memory."""
+    sum_ = squares = as_type_of(0, of_warps[0])
+    for warp in range(warps):
+        sum_ = total(sum_, of_warps[2 * (slot + warp)])
+    mean = mean_of(sum_, width)
+    for warp in range(warps):
+        columns = columns_of_stretch(width, warp, warps)
+        there = 2 * (slot + warp)
+        squares = total(squares, squares_about(mean, of_warps[there + 1], of_warps[there], columns))
+    return mean, squares
+
+
+@cache
+def layer_norm_kernel(lanes, quads, whole):
+    """The kernel for rows that so many lanes hold in so many quads each. whole: as in `row_major_kernel`."""
+    LANES, QUADS, WHOLE = lanes, quads, whole
+    LANES_IN_WARP, WARPS = min(lanes, WARP), max(1, lanes // WARP)
+    slots = (0,) * (4 * quads)
+
+    @kernel
+    def layer_norm_kernel(x, stride, count, width, weight, bias, eps, y):
+        """One row a group of lanes: read once, held in registers, written."""
+        thread = cuda.grid(1)
+        lane, row = thread % LANES, thread // LANES
+        base = min(row, count - 1) * stride
+        first, step = 4 * lane, 4 * LANES
+        if WHOLE:
+            held = load_quads(x, base, first, step, width, slots)
+        else:
+            held = load_quads_up_to(x, base, first, step, width, slots)
+        shift = real_of(x[base], eps)
+        off = kept(difference(real_of(held, eps), shift), first, step, width)
+        sum_ = met_in_warp(sum_of(sum_by_quads(off)), LANES_IN_WARP)
+        warp = lane // WARP
+        columns = columns_of_stretch(width, warp, WARPS)
+        mean = mean_of(sum_, columns)
+        about = kept(difference(off, mean), first, step, width)
+        squares = met_in_warp(sum_of(sum_by_quads(product(about, about))), LANES_IN_WARP)
+        if WARPS > 1:
+            of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
+            slot = cuda.threadIdx.x // WARP
+            if lane % WARP == 0:
+                of_warps[2 * slot] = sum_
+                of_warps[2 * slot + 1] = squares
+            cuda.syncthreads()
+            mean, squares = statistics_of_row(width, slot - warp, WARPS, of_warps)
+        scale = scale_of(squares, width, eps)
+        if row < count:
+            for n in range(QUADS):
+                column = first + n * step
+                if column < width:
+                    w, b = load_quad(weight, column, width, WHOLE), load_quad(bias, column, width, WHOLE)
+                    result = normalised(quad_of(off, n), mean, scale, w, b)
+                    write_quad(y, row * width, column, width, result, WHOLE)
+
+    return layer_norm_kernel
+
+
+@device
+def write_quad(y, base, column, width, quad, whole):
+    if whole:
+        store_vector(y, base + column, quad)
+    else:
+        for n in range(4):
+            if column + n < width:
+                y[base + column + n] = element(quad, n)
+
+
+@device
+def off_at(x, base, column, width, shift, whole):
+    """A quad of a row relative to the shift."""
+    quad = real_of(load_quad(x, base + column, base + width, whole), shift)
+    return kept(difference(quad, shift), column, 4, width)
+
+
+@cache
+def wide_layer_norm_kernel(lanes, whole):
+    """The kernel for rows that don't fit into registers: read three times, of which the caches serve two."""
+    LANES, WARPS, WHOLE = lanes, max(1, lanes // WARP), whole
+
+    @kernel
+    def wide_layer_norm_kernel(x, stride, count, width, weight, bias, eps, y):
+        """One row a group of lanes."""
+        thread = cuda.grid(1)
+        lane, row = thread % LANES, thread // LANES
+        base = min(row, count - 1) * stride
+        first, step = 4 * lane, 4 * LANES
+        shift = real_of(x[base], eps)
+        sums = zeros(eps, QUAD)
+        for column in range(first, width, step):
+            sums = total(sums, off_at(x, base, column, width, shift, WHOLE))
+        sum_ = met_in_warp(sum_of(sums), WARP)
+        warp = lane // WARP
+        mean = mean_of(sum_, columns_of_stretch(width, warp, WARPS))
+        sums = zeros(eps, QUAD)
+        for column in range(first, width, step):
+            about = kept(difference(off_at(x, base, column, width, shift, WHOLE), mean), column, 4, width)
+            sums = total(sums, product(about, about))
+        squares = met_in_warp(sum_of(sums), WARP)
+        of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
+        slot = cuda.threadIdx.x // WARP
+        if lane % WARP == 0:
+            of_warps[2 * slot] = sum_
+            of_warps[2 * slot + 1] = squares
+        cuda.syncthreads()
+        mean, squares = statistics_of_row(width, slot - warp, WARPS, of_warps)
+        scale = scale_of(squares, width, eps)
+        if row < count:
+            for column in range(first, width, step):
+                w, b = load_quad(weight, column, width, WHOLE), load_quad(bias, column, width, WHOLE)
+                result = normalised(off_at(x, base, column, width, shift, WHOLE), mean, scale, w, b)
+                write_quad(y, row * width, column, width, result, WHOLE)
+
+    return wide_layer_norm_kernel
+
+
+# -- From C order to Fortran order ---------------------------------------------------------------------------------------
+
+# A tile has as many rows as columns; a block of TILE_THREADS moves it, sixteen elements a thread.
+TILE = 64
+TILE_LENGTH = TILE * TILE
+TILE_THREADS = 256
+
+
+@device
+def place_in_tile(row, column):
+    """Where an element of a tile is kept: column after column, so that four rows are one access, the quads of rows
+    permuted by the column, so that the 32 elements that a warp writes at a time lie in 32 banks."""
+    return column * TILE + ((row // 4) ^ (column // 4 % 8)) * 4 + row % 4
+
+
+@device
+def put_quad(tile, quad, row, column):
+    for n in range(4):
+        tile[place_in_tile(row, column + n)] = element(quad, n)
+
+
+@device
+def quad_or_any(x, row, column, stride, count, width, whole):
+    """Four columns of a row; anything where there is no such row, or column."""
+    inside = row < count and column < width
+    base = row * stride if inside else 0
+    return load_quad(x, base + (column if inside else 0), base + width, whole)
+
+
+@cache
+def transpose_kernel(whole):
+    """whole: rows and columns come in whole quads, at multiples of their size."""
+    WHOLE = whole
+
+    @kernel
+    def transpose_kernel(x, stride, count, width, y):
+        """y[column * count + row] = x[row * stride + column]. One tile a block; tiles along a row follow each other."""
+        tile = cuda.shared.array(TILE_LENGTH, x.dtype)
+        thread = cuda.threadIdx.x
+        across = (width + TILE - 1) // TILE
+        first_row, first_column = cuda.blockIdx.x // across * TILE, cuda.blockIdx.x % across * TILE
+        # a warp reads eight quads of four rows: 128 bytes of each
+        row, column = thread // 8, thread % 8 * 4
+        half = TILE // 2
+        a = quad_or_any(x, first_row + row, first_column + column, stride, count, width, WHOLE)
+        b = quad_or_any(x, first_row + row, first_column + column + half, stride, count, width, WHOLE)
+        c = quad_or_any(x, first_row + row + half, first_column + column, stride, count, width, WHOLE)
+        d = quad_or_any(x, first_row + row + half, first_column + column + half, stride, count, width, WHOLE)
+        put_quad(tile, a, row, column)
+        put_quad(tile, b, row, column + half)
+        put_quad(tile, c, row + half, column)
+        put_quad(tile, d, row + half, column + half)
+        cuda.syncthreads()
+        # a warp writes sixteen quads of rows in two columns
+        row = thread % 16 * 4
+        for column in range(thread // 16, TILE, TILE_THREADS // 16):
+            if first_column + column < width and first_row + row < count:
+                quad = load_vector(tile, place_in_tile(row, column), QUAD)
+                base = (first_column + column) * count
+                write_quad(y, base, first_row + row, count, quad, WHOLE)
+
+    return transpose_kernel
