@@ -30,10 +30,6 @@ MOST_CELLS_AN_AXIS = 1 << 20
 MOST_CELLS_A_POINT = 8
 MOST_CELLS = 2**31 - 2
 
-# Points that an occupied cell should hold on average. Fewer means more empty cells to look up, more means more
-# distances to work out; the optimum is flat.
-POINTS_A_CELL = 4.0
-
 # Occupancy is counted on lattices of 1, 2, 4, ... cells over the longest axis. The finest has this many.
 FINEST_LATTICE = 16
 LATTICES = 5
@@ -245,8 +241,8 @@ def lattice_cell(x, y, z, low_x, low_y, low_z, scale):
 
 
 @device
-def cell_for_occupancy(occupied, count):
-    """The side of a cell, as a part of the longest extent, at which an occupied cell holds about POINTS_A_CELL points.
+def cell_for_occupancy(occupied, count, points_a_cell):
+    """The side of a cell, as a part of the longest extent, at which an occupied cell holds about points_a_cell points.
 
     `occupied[n]` is the number of occupied cells on the lattice of 2^n cells over the longest axis. Points an occupied
     cell fall from one lattice to the next by 2^d, d the local dimension of the cloud: 3 for a solid, 2 for a surface, 1
@@ -254,7 +250,7 @@ def cell_for_occupancy(occupied, count):
     is interpolated; beyond the finest it is extrapolated with the last d. Single precision is plenty, and far quicker
     where one thread of a GPU works it out.
     """
-    aim = math.log2(np.float32(POINTS_A_CELL))
+    aim = math.log2(np.float32(points_a_cell))
     points = math.log2(np.float32(count))
     coarser = points
     finer = coarser
@@ -284,12 +280,12 @@ def lay_cells(frame, shape, cell):
 
 
 @device
-def write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps):
+def write_frame(frame, shape, count, occupied, points_a_cell, cell_size, most_cells, largest, smallest, eps):
     """Lay the grid of `count` finite points: fill `frame` and `shape`.
 
     `frame` comes in with the lowest coordinates at LOW and the highest at EXTENT. `occupied` is as in
-    cell_for_occupancy. `cell_size` is the caller's wish, 0 for none. `largest`, `smallest` and `eps` describe the
-    precision of the points: the largest real, the smallest normal one, the spacing at 1.
+    cell_for_occupancy, and `points_a_cell` its aim; `cell_size` is the caller's wish, 0 for none. `largest`, `smallest`
+    and `eps` describe the precision of the points: the largest real, the smallest normal one, the spacing at 1.
     """
     longest = 0.0
     for axis in range(3):
@@ -309,7 +305,7 @@ def write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, s
         frame[CELL], frame[PER_CELL] = 1, 0
         shape[0] = shape[1] = shape[2] = 1
         return
-    cell = cell_size if cell_size > 0 else longest * cell_for_occupancy(occupied, count)
+    cell = cell_size if cell_size > 0 else longest * cell_for_occupancy(occupied, count, points_a_cell)
     cell = max(cell, longest / (MOST_CELLS_AN_AXIS - 1))
     cells = lay_cells(frame, shape, cell)
     while cells > most_cells:

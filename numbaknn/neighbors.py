@@ -392,9 +392,12 @@ def _known_options(*options):
 def _options(*options):
     """The options of a query, checked once for each combination that can be remembered."""
     try:
-        return _known_options(*options)
-    except TypeError:  # also for an unhashable option, which is a wrong one; the check says which
-        return _QueryOptions(*options)
+        hash(options)
+    except TypeError:
+        known = False  # an unhashable option is a wrong one; the check says which
+    else:
+        known = True
+    return _known_options(*options) if known else _QueryOptions(*options)
 
 
 def _adopt_cloud(name, array):

@@ -24,9 +24,10 @@ from numbaknn.keeping import Kept
 from numbaknn.launch import Flat
 from numbaknn.loops.staging import copy_pieces
 
-# Chunks of 4 MiB take the bus 75 us, several times what the host needs to send them off; the first upload and the last
-# download, which nothing hides, stay short. Four slots: one each is copied into, uploaded, worked on and downloaded.
-CHUNK_BYTES = 4 << 20
+# Chunks of 8 MiB take the bus 150 us, several times what the host needs to send them off; the first upload and the last
+# download, which nothing hides, stay short. 4 MiB took a fifth more time (docs/measurements/h200-rows.txt). Four slots: one
+# each is copied into, uploaded, worked on and downloaded.
+CHUNK_BYTES = 8 << 20
 SLOTS = 4
 
 # One core copies so much at a time: all cores have some of a chunk.

@@ -32,7 +32,7 @@ SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride",
-    types.float64: "cell_size largest smallest eps",
+    types.float64: "points_a_cell cell_size largest smallest eps",
     types.boolean: "among_themselves bounded squared uniform rooted",
 }
 

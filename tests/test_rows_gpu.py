@@ -155,7 +155,7 @@ def test_norm(width, dtype, rng):
     same([numbaknn.layer_norm(x, weight, bias, target="cuda")], [right])
 
 
-@pytest.mark.parametrize("lanes", [32, 64, 128, 256])
+@pytest.mark.parametrize("lanes", [32, 64, 128])
 def test_norm_with_other_lanes(lanes, rng):
     library = Cupy()
     x, weight, bias = draw_norm(rng, 999, 768)

@@ -234,21 +234,21 @@ def count_lattices(marks, occupied, threads):
 
 
 @device
-def lay_grid(box, count, occupied, cell_size, most_cells, largest, smallest, eps, frame, shape):
+def lay_grid(box, count, occupied, points_a_cell, cell_size, most_cells, largest, smallest, eps, frame, shape):
     """Lay the grid over a box. One thread."""
     for axis in range(3):
         frame[EXTENT + axis], frame[LOW + axis] = box[axis], -box[3 + axis]
-    write_frame(frame, shape, count, occupied, cell_size, most_cells, largest, smallest, eps)
+    write_frame(frame, shape, count, occupied, points_a_cell, cell_size, most_cells, largest, smallest, eps)
 
 
 @kernel
-def frame_kernel(bounds, marks, cell_size, most_cells, largest, smallest, eps, frame, shape):
+def frame_kernel(bounds, marks, points_a_cell, cell_size, most_cells, largest, smallest, eps, frame, shape):
     """Count the marked cells of every lattice and lay the grid. One block."""
     occupied = cuda.shared.array(LATTICES, int64)
     count_lattices(marks, occupied, cuda.blockDim.x)
     if cuda.threadIdx.x == 0:
         box, count = read_box(bounds, frame[0]), bounds[BOUNDS_LENGTH - 1]
-        lay_grid(box, count, occupied, cell_size, most_cells, largest, smallest, eps, frame, shape)
+        lay_grid(box, count, occupied, points_a_cell, cell_size, most_cells, largest, smallest, eps, frame, shape)
 
 
 @kernel
@@ -423,6 +423,7 @@ def build_kernel(threads, dimensions):
     def build_kernel(
         points,
         rows,
+        points_a_cell,
         cell_size,
         most_cells,
         largest,
@@ -457,7 +458,19 @@ def build_kernel(threads, dimensions):
 
         if thread == 0:
             count = rows if box[0] >= -box[3] else 0  # near enough: it only serves to choose the cells
-            lay_grid(box, count, occupied, cell_size, most_cells, largest, smallest, eps, block_frame, block_shape)
+            lay_grid(
+                box,
+                count,
+                occupied,
+                points_a_cell,
+                cell_size,
+                most_cells,
+                largest,
+                smallest,
+                eps,
+                block_frame,
+                block_shape,
+            )
         cuda.syncthreads()
         copy(block_frame, frame, np.uint32(FRAME_LENGTH), threads)
         copy(block_shape, shape, np.uint32(SHAPE_LENGTH), threads)

@@ -84,7 +84,7 @@ def coarsen(marks, side, coarser):
 
 
 @loop
-def measure_points(points, dimensions, rows, cell_size, most_cells, limits, frame, shape, chunks):
+def measure_points(points, dimensions, rows, points_a_cell, cell_size, most_cells, limits, frame, shape, chunks):
     """Choose the grid of a cloud: fill `frame` and `shape`. `limits`: largest, smallest normal and epsilon of a real."""
     lows, highs = np.empty((chunks, 3), points.dtype), np.empty((chunks, 3), points.dtype)
     counts = np.zeros(chunks, np.int64)
@@ -115,7 +115,7 @@ def measure_points(points, dimensions, rows, cell_size, most_cells, limits, fram
             coarser = np.zeros(marks.size // 8, np.uint8)
             occupied[level] = coarsen(marks, side, coarser)
             marks, side = coarser, side // 2
-    write_frame(frame, shape, count, occupied, cell_size, most_cells, limits[0], limits[1], limits[2])
+    write_frame(frame, shape, count, occupied, points_a_cell, cell_size, most_cells, limits[0], limits[1], limits[2])
 
 
 @part_of_loop

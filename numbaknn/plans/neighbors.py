@@ -43,6 +43,11 @@ MOST_BLOCKS = 264
 # since compute capability 7.5 has.
 SMALL_CELLS = 28000
 
+# Points that an occupied cell should hold on average. Fewer means more cells to look up, more means more distances to
+# work out; the optimum is flat. On a GPU a table that the first cache doesn't hold asks for fewer.
+POINTS_A_CELL = 4.0
+POINTS_A_CELL_OF_MANY = 4.0
+
 # Points that are worth waking a core for, and buckets of the first level of the sort: 1,024 cursors fit the first cache.
 POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
@@ -132,7 +137,9 @@ class HostGrid:
         limits = float(info.max), float(info.smallest_normal), float(info.eps)
         chunks = max(1, min(self.rows // POINTS_A_CHUNK, 4 * numba.get_num_threads()))
         cloud, cells = (points, self.dimensions, self.rows), most_cells(self.rows)
-        binning_loops.measure_points(*cloud, self.cell_size, cells, limits, self.frame, self.shape, chunks)
+        binning_loops.measure_points(
+            *cloud, POINTS_A_CELL, self.cell_size, cells, limits, self.frame, self.shape, chunks
+        )
         entries = int(np.prod(self.shape.astype(np.int64))) + 1
         if entries > self._starts.size:
             self._starts = np.empty(entries, np.int32)
@@ -181,7 +188,8 @@ class DeviceGrid:
         self.table = self._empty(4 * (rows + PACE - 1), self.dtype)
         self.starts = self._empty(cells + 1, np.int32)
         make = self._small_stages if small else self._large_stages
-        self.launches = make(cells, (float(cell_size), cells, *limits))
+        aim = POINTS_A_CELL if small else POINTS_A_CELL_OF_MANY
+        self.launches = make(cells, (aim, float(cell_size), cells, *limits))
         self._queries = {}
         self.lock = RLock()
 

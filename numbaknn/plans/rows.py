@@ -20,10 +20,11 @@ from numbaknn.loops import rows as loops
 from numbaknn.rowwise import EIGHT, MANY, PART, partial_sums
 from numbaknn.streaming import Results, Table, stream_rows
 
-# Blocks of 256 for rows in C order: 60 registers a thread let four of them share a multiprocessor, 1,024 threads with 64
-# bytes each on their way, 64 KiB, where 4.3 TB/s over 132 multiprocessors at 700 ns want 23. The same for tables in
-# Fortran order, of which a block has at least 32 quads of rows, 512 bytes of a column, for each of up to eight parts.
-ROW_THREADS = 256
+# Blocks of 128 for rows in C order: 60 registers a thread let eight of them share a multiprocessor, 1,024 threads with 64
+# bytes each on their way, 64 KiB, where 4.3 TB/s over 132 multiprocessors at 700 ns want 23. Blocks of 256 were slower by
+# 1 to 5 % (docs/measurements/h200-rows.txt), as they start and end together. The same for tables in Fortran order, of
+# which a block has at least 32 quads of rows, 512 bytes of a column, for each of up to eight parts.
+ROW_THREADS = 128
 COLUMN_THREADS = 128
 COLUMN_QUADS = 32
 
