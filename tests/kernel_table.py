@@ -16,8 +16,6 @@ from numba import cuda, types
 
 from numbaknn.kernels import balls, binning, copying, interpolation, lists, neighbors, rows
 from numbaknn.launch import has_device
-from numbaknn.plans.neighbors import BUILDING_THREADS
-from numbaknn.topk import CAPACITIES
 
 REAL = "REAL"
 
@@ -69,12 +67,12 @@ def strided(dtype):
 KERNELS = {
     "first_bad_row_kernel": Entry(binning.first_bad_row_kernel, (12, 14)),
     "clear_kernel": Entry(binning.clear_kernel, (30,)),
-    "bounds_kernel": Entry(binning.bounds_kernel, (46, 62)),
-    "lattice_kernel": Entry(binning.lattice_kernel, (26, 32)),
-    "frame_kernel": Entry(binning.frame_kernel, (38, 38), fused=True),
+    "bounds_kernel": Entry(binning.bounds_kernel, (48, 77)),
+    "lattice_kernel": Entry(binning.lattice_kernel, (19, 32)),
+    "frame_kernel": Entry(binning.frame_kernel, (30, 32), fused=True),
     "cells_kernel": Entry(binning.cells_kernel, (20, 26)),
-    "scan_tiles_kernel": Entry(binning.scan_tiles_kernel, (32,)),
-    "scan_sums_kernel": Entry(binning.scan_sums_kernel, (28,)),
+    "scan_tiles_kernel": Entry(binning.scan_tiles_kernel, (31,)),
+    "scan_sums_kernel": Entry(binning.scan_sums_kernel, (32,)),
     "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
     "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
@@ -85,27 +83,25 @@ KERNELS = {
     "interpolate_kernel": Entry(interpolation.interpolate_kernel, (42, 42), own={"values": types.float64}),
 }
 # One block of 1,024 threads in float32, where 64 registers a thread are all that there are, and of 512 in float64.
-for itemsize, reals in ((4, (types.float32,)), (8, (types.float64,))):
-    for dimensions in (1, 2, 3):
-        threads = BUILDING_THREADS[itemsize]
-        KERNELS[f"build_kernel[{threads}, {dimensions}]"] = Entry(
-            binning.build_kernel(threads, dimensions),
-            (64,) if itemsize == 4 else (128,),
-            fused=True,
-            reals=reals,
-            threads=threads,
+for threads, real, registers in ((1024, types.float32, (57, 64, 64)), (512, types.float64, (76, 95, 95))):
+    KERNELS |= {
+        f"build_kernel[{threads}, {dimensions}]": Entry(
+            binning.build_kernel(threads, dimensions), (most,), fused=True, reals=(real,), threads=threads
         )
-KNN_REGISTERS = {2: (67, 98), 4: (79, 106), 8: (90, 154), 16: (119, 193), 32: (176, 248)}
-EPS_REGISTERS = {1: (77, 115), 2: (77, 116), 4: (90, 128), 8: (94, 152), 16: (122, 191), 32: (158, 244)}
+        for dimensions, most in zip((1, 2, 3), registers)
+    }
+KNN_REGISTERS = {2: (77, 116), 4: (90, 128), 8: (94, 152), 16: (122, 191), 32: (158, 244)}
+EPS_REGISTERS = {1: (77, 115), **KNN_REGISTERS}
 for among_themselves in (False, True):
-    for capacity in CAPACITIES[1:]:
-        kernel = neighbors.knn_kernel(capacity, among_themselves)
-        KERNELS[f"knn_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, KNN_REGISTERS[capacity], loads=1)
-    for capacity, registers in EPS_REGISTERS.items():
-        kernel = neighbors.knn_eps_kernel(capacity, among_themselves)
-        KERNELS[f"knn_eps_kernel[{capacity}, {among_themselves}]"] = Entry(kernel, registers, loads=1)
+    for name, measured in (("knn_kernel", KNN_REGISTERS), ("knn_eps_kernel", EPS_REGISTERS)):
+        KERNELS |= {
+            f"{name}[{capacity}, {among_themselves}]": Entry(
+                getattr(neighbors, name)(capacity, among_themselves), registers, loads=1
+            )
+            for capacity, registers in measured.items()
+        }
     kernel = neighbors.nearest_kernel(among_themselves)
-    KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (80, 120), loads=1)
+    KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (74, 108), loads=4)
 
 KERNELS |= {
     "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),
