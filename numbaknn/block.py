@@ -39,14 +39,6 @@ def lane_and_warp(threads):
 
 
 @device
-def from_lane(value, lane):
-    """The value of another lane of the warp."""
-    if WARP > 1:
-        return cuda.shfl_sync(EVERY_LANE, value, lane)
-    return value
-
-
-@device
 def lanes_with(condition):
     """The lanes of the warp for which a condition holds, a bit each."""
     if WARP > 1:
