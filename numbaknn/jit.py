@@ -23,6 +23,10 @@ stay compiled, and both can be compared in one process.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
 import types as python
 from pathlib import Path
 
@@ -41,6 +45,31 @@ if not SIMULATED and not hasattr(np, "row_stack"):
         import numba.cuda.np.arrayobj
     finally:
         del np.row_stack
+
+
+# How often OpenMP's threads look whether there is work before they sleep: some microseconds instead of milliseconds, which
+# they take from whoever else wants the core. With another process busy on each of two cores, a call of 5 ms took 9 to 137
+# ms (the quartiles), and takes 11 like this (docs/measurements/cpu-busy.md).
+SPINS = "1000"
+
+
+def _load_openmp():
+    """Load the OpenMP library that numba's threads use, which reads its settings from the environment at that moment.
+
+    The environment is left as it was, and a caller's own settings are kept. Where there is no such library, or it is
+    loaded already, this does nothing.
+    """
+    if sys.platform != "linux" or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        return
+    os.environ["GOMP_SPINCOUNT"] = SPINS
+    try:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL("libgomp.so.1")
+    finally:
+        del os.environ["GOMP_SPINCOUNT"]
+
+
+_load_openmp()
 
 
 # The serial inside of a loop neither makes nor keeps arrays. Without Numba's runtime it doesn't count references either:

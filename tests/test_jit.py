@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -203,6 +204,19 @@ def test_an_edited_formula_is_compiled_again(copied_package):
     assert formula in text
     path.write_text(text.replace(formula, "x == 7"))
     assert run_python(code, copied_package) == "0 0"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the OpenMP of other systems has other settings")
+@pytest.mark.parametrize("settings, told", [({}, jit.SPINS), ({"OMP_WAIT_POLICY": "ACTIVE"}, "-?[0-9]{5,}")])
+def test_threads_sleep_soon(settings, told):
+    """OpenMP says how it is set when it is loaded. The environment is left alone, the caller's settings count."""
+    pytest.importorskip("numba.np.ufunc.omppool", reason="numba's threads are not OpenMP's here")
+    code = "import os; before = dict(os.environ); import numbaknn; assert dict(os.environ) == before"
+    cleared = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    cleared |= {"OMP_DISPLAY_ENV": "verbose", "PYTHONPATH": str(PACKAGE.parent), **settings}
+    command = [sys.executable, "-c", code + "; from numba.np.ufunc import omppool"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=cleared).stderr
+    assert re.search(rf"GOMP_SPINCOUNT = '{told}'", said), said
 
 
 def test_second_process_compiles_nothing():
