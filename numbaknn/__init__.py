@@ -6,6 +6,7 @@ answered in kind.
 """
 
 from numbaknn.errors import NoDeviceError
+from numbaknn.graphs import knn_graph
 from numbaknn.neighbors import Balls, GridIndex, interpolate, knn
 from numbaknn.planning import Plan, plan
 from numbaknn.rows import layer_norm, row_score, to_feature_major
@@ -20,6 +21,7 @@ __all__ = [
     "__version__",
     "interpolate",
     "knn",
+    "knn_graph",
     "layer_norm",
     "plan",
     "row_score",

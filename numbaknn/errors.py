@@ -31,6 +31,63 @@ def check_cloud(name, shape):
         raise ValueError(f"{name} must have at most 2**31 - 1 rows, came with {shape[0]}")
 
 
+def check_batch(points_shape, queries_shape):
+    """Shapes (clouds, rows, 1..3), of as many clouds."""
+    if not 1 <= points_shape[2] <= 3:
+        raise ValueError(f"points must have shape (clouds, rows, 1, 2 or 3), came with shape {tuple(points_shape)}")
+    if len(queries_shape) != 3 or queries_shape[0] != points_shape[0]:
+        raise ValueError(
+            f"queries must have shape ({points_shape[0]}, rows, {points_shape[2]}), some for each cloud of points of shape "
+            f"{tuple(points_shape)}, came with shape {tuple(queries_shape)}"
+        )
+    for name, (clouds, rows, _) in (("points", points_shape), ("queries", queries_shape)):
+        if clouds * rows > MOST_ROWS:
+            raise ValueError(
+                f"{name} must have at most 2**31 - 1 rows in all clouds together, came with {clouds} x {rows} = "
+                f"{clouds * rows}"
+            )
+
+
+def check_wanted(name, borders, wanted, points_shape):
+    """Borders are given for both points and queries, and not for a batch whose shape says it all."""
+    if not wanted and borders is not None:
+        raise ValueError(
+            f"{name} must not be given with points of shape (clouds, rows, dimensions), came with points of shape "
+            f"{tuple(points_shape)}"
+        )
+    if wanted and borders is None:
+        other = "offsets" if name == "query_offsets" else "query_offsets"
+        raise ValueError(f"{name} must be given where {other} are, came as None")
+
+
+def check_borders(name, shape, dtype):
+    """Integers, one more than there are clouds."""
+    if len(shape) != 1 or shape[0] == 0:
+        raise ValueError(f"{name} must have shape (clouds + 1,), came with shape {tuple(shape)}")
+    if dtype.kind not in "iu":
+        raise TypeError(f"{name} must hold integers, came with dtype {dtype}")
+
+
+def check_ascending(name, values, rows, of):
+    """Borders that ascend from 0 to the number of rows."""
+    if values[0] != 0:
+        raise ValueError(f"{name} must begin with 0, came with {values[0]}")
+    if values[-1] != rows:
+        raise ValueError(f"{name} must end with the number of {of}, {rows}, came with {values[-1]}")
+    falls = np.flatnonzero(values[1:] < values[:-1])
+    if falls.size:
+        n = int(falls[0])
+        raise ValueError(f"{name} must ascend, came with {values[n]}, {values[n + 1]} at {n}, {n + 1}")
+
+
+def check_as_many(offsets_shape, query_offsets_shape):
+    if offsets_shape != query_offsets_shape:
+        raise ValueError(
+            f"query_offsets must have as many entries as offsets, {offsets_shape[0]}, came with shape "
+            f"{tuple(query_offsets_shape)}"
+        )
+
+
 def check_real(name, dtype):
     """Coordinates must be real numbers."""
     if dtype.kind not in "fiub" or dtype.itemsize > 8:
@@ -38,9 +95,9 @@ def check_real(name, dtype):
 
 
 def check_same_dimensions(points_shape, queries_shape):
-    if points_shape[1] != queries_shape[1]:
+    if points_shape[-1] != queries_shape[-1]:
         raise ValueError(
-            f"queries must have as many columns as points, {points_shape[1]}, came with shape {tuple(queries_shape)}"
+            f"queries must have as many columns as points, {points_shape[-1]}, came with shape {tuple(queries_shape)}"
         )
 
 

@@ -559,7 +559,8 @@ def order_key(typing, real):
 
 def _python_real_of_key(key, example):
     integer = np.dtype(f"i{example.itemsize}").type
-    return integer(_flipped(int(key), 8 * example.itemsize)).view(example.dtype)
+    bits = int(np.int64(key).astype(integer))  # what is below all reals is cut off, as by the machine
+    return integer(_flipped(bits, 8 * example.itemsize)).view(example.dtype)
 
 
 @instruction(_python_real_of_key)

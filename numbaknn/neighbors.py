@@ -21,6 +21,7 @@ from numbaknn.loops.interpolation import interpolate_loop
 from numbaknn.memory import check_fits
 from numbaknn.planning import Plan, check_like, plannable
 from numbaknn.plans.balls import DeviceBalls, HostBalls
+from numbaknn.plans.batches import Layout, device_grids, host_grids, run_batch_once
 from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceCall, DeviceGrid, HostGrid, run_once
 
 Check = Literal["auto"] | bool
@@ -37,20 +38,22 @@ def knn(
     distance_upper_bound: float = np.inf,
     eps: float = 0,
     squared: bool = False,
+    offsets: Any = None,
+    query_offsets: Any = None,
     index_dtype: Any = "int64",
     check_finite: Check = "auto",
     target: Target = "auto",
 ) -> tuple[Any, Any]:
-    """The k nearest points of every query, exactly.
+    """The k nearest points of every query, exactly; of its own cloud, if there are several.
 
     Parameters
     ----------
-    points : array (M, D), D in {1, 2, 3}
+    points : array (M, D), D in {1, 2, 3}, or (B, M, D)
         Of NumPy, CuPy, PyTorch, Numba, or anything with ``__cuda_array_interface__`` or DLPack; any strides. float32 and
         float64 are computed as they are, float16 in float32, integers in float64, a mixture with `queries` as
-        ``numpy.result_type`` has it. Never written to.
-    queries : array (Q, D)
-        On the same device as `points`.
+        ``numpy.result_type`` has it. Never written to. (B, M, D) are B clouds of M points.
+    queries : array (Q, D), or (B, Q, D)
+        On the same device as `points`. Of (B, Q, D) the n-th Q are asked of the n-th cloud.
     k : int, 1 or more
         More than M neighbours are padded as missing.
     distance_upper_bound : float
@@ -60,6 +63,11 @@ def knn(
         Which of the neighbours within that are returned may differ between targets. Beyond k=32 the answer is exact.
     squared : bool
         Return squared distances. Bounds stay plain distances.
+    offsets, query_offsets : integer arrays (B + 1,), optional
+        Clouds of different sizes: the points of cloud n are the rows offsets[n] to offsets[n + 1] of `points`, its queries
+        the rows query_offsets[n] to query_offsets[n + 1] of `queries` (PyG's ``ptr``). Ascending from 0 to M and to Q; a
+        cloud may be empty. Both or neither, in host memory or on the device of `points`. On a device they are not checked,
+        as the host would have to wait: wrong ones give a wrong answer.
     index_dtype : "int64" or "int32"
     check_finite : "auto", True or False
         Whether to look for NaN and infinities first. "auto" looks at host arrays; device arrays it leaves unread, as the
@@ -69,11 +77,11 @@ def knn(
 
     Returns
     -------
-    distances : array (Q, k), or (Q,) for k=1
+    distances : array (Q, k), or (Q,) for k=1; (B, Q, k) or (B, Q) for (B, Q, D)
         Euclidean, ascending, in the precision of the computation; of the kind of `queries` and on its device.
         A missing neighbour is ``inf``.
     indices : array of the same shape
-        Rows of `points`. A missing neighbour is M.
+        Rows of `points`, with `offsets` too; for (B, M, D) rows within the cloud. A missing neighbour is M.
 
     Raises
     ------
@@ -99,9 +107,15 @@ def knn(
     array([[0.25, 0.75]])
     >>> indices
     array([[1, 0]])
+
+    Two clouds, of two points and of one, and a query of each:
+
+    >>> nk.knn(points, np.zeros((2, 2)), k=2, offsets=[0, 2, 3], query_offsets=[0, 1, 2])[1]
+    array([[0, 1],
+           [2, 3]])
     """
     options = _options(k, distance_upper_bound, eps, squared, index_dtype, check_finite)
-    return _KnnCall(points, queries, options, target).run()
+    return _knn_call(points, queries, options, target, offsets, query_offsets).run()
 
 
 def interpolate(
@@ -401,9 +415,26 @@ def _options(*options):
 
 
 def _adopt_cloud(name, array):
-    adopted = adopt(name, array)
-    errors.check_cloud(name, adopted.shape)
-    errors.check_real(name, adopted.dtype)
+    return _checked_cloud(adopt(name, array))
+
+
+def _checked_cloud(adopted):
+    errors.check_cloud(adopted.name, adopted.shape)
+    errors.check_real(adopted.name, adopted.dtype)
+    return adopted
+
+
+def _adopt_borders(name, offsets, points, target, rows, of):
+    """The borders of clouds, checked where they are on the host."""
+    adopted = adopt(name, offsets)
+    errors.check_borders(name, adopted.shape, adopted.dtype)
+    if not adopted.on_device:
+        errors.check_ascending(name, adopted.flat(np.int64), rows, of)
+    elif adopted.library.device != points.library.device or target == "cpu":
+        raise ValueError(
+            f"{name} must be in host memory or on the same device as points, came on {adopted.library.word} with points "
+            f"on {points.library.word}"
+        )
     return adopted
 
 
@@ -415,9 +446,15 @@ def _check_same_place(points, queries):
         )
 
 
+def _rows(adopted):
+    """Points of all clouds together."""
+    shape = adopted.shape
+    return shape[0] if len(shape) == 2 else shape[0] * shape[1]
+
+
 def _check_finite(adopted, values, stream):
     """Raise for the first row that is not finite."""
-    rows, dimensions = adopted.shape
+    rows, dimensions = _rows(adopted), adopted.shape[-1]
     if rows == 0:
         return
     if isinstance(values, np.ndarray):
@@ -431,6 +468,8 @@ def _check_finite(adopted, values, stream):
     if row < rows:
         place = row * dimensions, (row + 1) * dimensions
         bad = values[slice(*place)] if isinstance(values, np.ndarray) else read(values, stream, *place)
+        if len(adopted.shape) > 2:
+            row = row // adopted.shape[1], row % adopted.shape[1]
         raise errors.bad_row(adopted.name, row, bad)
 
 
@@ -491,6 +530,14 @@ def _fill_missing(distances, indices, count):
     indices[:] = count
 
 
+def _knn_call(points, queries, options, target, offsets=None, query_offsets=None):
+    """The call for one cloud or for several."""
+    points, queries = adopt("points", points), adopt("queries", queries)
+    if len(points.shape) == 3 or offsets is not None or query_offsets is not None:
+        return _BatchCall(points, queries, offsets, query_offsets, options, target)
+    return _KnnCall(points, queries, options, target)
+
+
 class _Call:
     """A query, checked and adopted: what is left to do is to run it, once or as a plan.
 
@@ -501,8 +548,8 @@ class _Call:
         """Raise if the answer can't fit, on the device as well where it is made there for host arrays."""
         asker, options = self._asker, self._options
         for library in {asker.library, _workspace_library(asker, self._target)}:
-            what = f"k={options.k} neighbours of each of {asker.shape[0]:,} queries"
-            check_fits(what, asker.shape[0] * options.k, (self._dtype, options.index_dtype), library)
+            what = f"k={options.k} neighbours of each of {_rows(asker):,} queries"
+            check_fits(what, _rows(asker) * options.k, (self._dtype, options.index_dtype), library)
 
     def _empty_answer(self):
         library = self._asker.library
@@ -512,8 +559,8 @@ class _Call:
 
     @property
     def _shape(self):
-        count, k = self._asker.shape[0], self._options.k
-        return (count,) if k == 1 else (count, k)
+        rows, k = self._asker.shape[:-1], self._options.k
+        return rows if k == 1 else (*rows, k)
 
     @property
     def _asker(self):
@@ -523,14 +570,14 @@ class _Call:
     def run(self):
         """The answer, in the kind of the caller's arrays."""
         asker, options, target = self._asker, self._options, self._target
-        library, (count, k) = asker.library, (asker.shape[0], options.k)
+        library, count, k = asker.library, _rows(asker), options.k
         if k > 1:
             self._check_memory()
         stream = library.stream() if target == "cuda" else 0
         values = None if self._queries is None else asker.flat(self._dtype)
         self._check(values, stream)
         distances, flat_distances, indices, flat_indices = self._empty_answer()
-        if count and self._points.shape[0] == 0:
+        if count and _rows(self._points) == 0:
             _fill(flat_distances, np.inf, stream)
             _fill(flat_indices, 0, stream)
         elif count and target == "cpu":
@@ -551,8 +598,7 @@ class _KnnCall(_Call):
     """A one-shot call: the grid is laid on the way."""
 
     def __init__(self, points, queries, options, target):
-        self._points = points = _adopt_cloud("points", points)
-        self._queries = queries = _adopt_cloud("queries", queries)
+        self._points, self._queries = _checked_cloud(points), _checked_cloud(queries)
         errors.check_same_dimensions(points.shape, queries.shape)
         _check_same_place(points, queries)
         self._options = options
@@ -573,24 +619,102 @@ class _KnnCall(_Call):
 
     planned_grid = None  # a plan lays its own
 
+    def _new_host_grid(self):
+        return HostGrid(*self._points.shape, self._dtype)
+
+    def new_device_grid(self, points, library):
+        """A grid for flat points of this shape, which a plan keeps."""
+        return DeviceGrid(points, *self._points.shape, self._dtype, library)
+
     def _host_grid(self):
-        return HostGrid(*self._points.shape, self._dtype).build(self._values)
+        return self._new_host_grid().build(self._values)
 
     def run_on_host(self, flats, distances, indices):
         """Run a plan in the workspace that it keeps."""
         points, queries = flats
         if not points.size or not queries.size:
-            _fill_missing(distances, indices, self._points.shape[0])
+            _fill_missing(distances, indices, self._missing)
             return
         if self._values is None:
-            self._values = HostGrid(*self._points.shape, self._dtype)
-        self._values.build(points).query(queries, self._queries.shape[0], self._options, distances, indices)
+            self._values = self._new_host_grid()
+        self._values.build(points).query(queries, _rows(self._queries), self._options, distances, indices)
+
+    @property
+    def _missing(self):
+        """The index of a missing neighbour."""
+        return self._points.shape[-2]
 
     def _run_on_device(self, queries, distances, indices, stream):
         library = _workspace_library(self._points, self._target)
         values = self._values if self._points.on_device else _uploaded(self._values, stream)
         flats = values, queries, distances, indices
         run_once(self._points.shape, self._queries.shape[0], self._options, self._dtype, library, flats, stream)
+
+
+class _BatchCall(_KnnCall):
+    """A one-shot call for many clouds: of as many points each, or with borders between them."""
+
+    def __init__(self, points, queries, offsets, query_offsets, options, target):
+        self._points, self._queries, self._options, self._values = points, queries, options, None
+        regular = len(points.shape) == 3
+        for name, borders in (("offsets", offsets), ("query_offsets", query_offsets)):
+            errors.check_wanted(name, borders, not regular, points.shape)
+        if regular:
+            errors.check_batch(points.shape, queries.shape)
+        for adopted in (points, queries):
+            if not regular:
+                errors.check_cloud(adopted.name, adopted.shape)
+            errors.check_real(adopted.name, adopted.dtype)
+        errors.check_same_dimensions(points.shape, queries.shape)
+        _check_same_place(points, queries)
+        self._target = target = _target(target, points)
+        self._dtype = _working_dtype(points.dtype, queries.dtype)
+        if regular:
+            self._borders, self._layout = (), Layout(*points.shape[:2], queries.shape[1])
+            return
+        own = _adopt_borders("offsets", offsets, points, target, points.shape[0], "points")
+        asked = _adopt_borders("query_offsets", query_offsets, points, target, queries.shape[0], "queries")
+        errors.check_as_many(own.shape, asked.shape)
+        self._borders, self._layout = (own, asked), Layout(own.shape[0] - 1)
+
+    @property
+    def _cloud_shape(self):
+        """The rows of all clouds and their dimensions."""
+        return _rows(self._points), self._points.shape[-1]
+
+    def _new_host_grid(self):
+        # a plan must not see what happens to the arrays afterwards
+        borders = [np.array(adopted.flat(np.int64)) for adopted in self._borders]
+        return host_grids(*self._cloud_shape, self._dtype, self._layout, borders)
+
+    def new_device_grid(self, points, library):
+        borders = [_repacked_borders(adopted, library) for adopted in self._borders]
+        return device_grids(points, *self._cloud_shape, self._dtype, library, self._layout, borders)
+
+    def _run_on_device(self, queries, distances, indices, stream):
+        library = _workspace_library(self._points, self._target)
+        values = self._values if self._points.on_device else _uploaded(self._values, stream)
+        borders = [_flat_borders(adopted, library) for adopted in self._borders]
+        asked = self._layout, _rows(self._queries), self._options, self._dtype, library
+        run_batch_once(self._cloud_shape, *asked, values, queries, borders, (distances, indices), stream)
+
+
+def _flat_borders(adopted, library):
+    """Borders as flat memory of a device."""
+    values = adopted.flat(np.int64)
+    if not isinstance(values, np.ndarray):
+        return values
+    _, flat = library.empty((values.size,), np.int64)
+    write(flat, values, library.stream())
+    return flat
+
+
+def _repacked_borders(adopted, library):
+    """The same, in memory of their own."""
+    values = _flat_borders(adopted, library)
+    _, copy = library.empty((values.size,), np.int64)
+    Launch(convert_kernel, values.size, THREADS, values, copy).run(library.stream())
+    return copy
 
 
 class _IndexCall(_Call):
@@ -729,7 +853,7 @@ class _NeighborsPlan(Plan):
         self._dtype = call._dtype
         asker = call._asker
         self._library = asker.library
-        self._on_device = call._target == "cuda" and asker.shape[0] > 0 and call._points.shape[0] > 0
+        self._on_device = call._target == "cuda" and _rows(asker) > 0 and _rows(call._points) > 0
         self._stream = self._library.stream
         call._check_memory()
         if self._on_device:
@@ -750,12 +874,12 @@ class _NeighborsPlan(Plan):
         grid, builds = call.planned_grid, call.planned_grid is None
         borrowed = [flat.borrowed() for flat in flats]
         if builds:
-            grid = DeviceGrid(borrowed[0], *call._points.shape, self._dtype, library)
+            grid = call.new_device_grid(borrowed[0], library)
         queries = borrowed[-1] if call._queries is not None else None
         shape = call._shape
         self._distances, flat_distances = library.empty(shape, self._dtype)
         self._indices, flat_indices = library.empty(shape, self._options.index_dtype)
-        count = call._asker.shape[0]
+        count = _rows(call._asker)
         answer = flat_distances, flat_indices
         self._device = DeviceCall(grid, builds, queries, count, self._options, *answer, borrowed)
         self._flat_answer = answer
@@ -802,8 +926,9 @@ class _NeighborsPlan(Plan):
         return self._library.copied(array)
 
 
-def _plan_knn(_, points, queries, k=1, *, target="auto", **options):
-    return _NeighborsPlan(_KnnCall(points, queries, _QueryOptions(k, **options), target))
+def _plan_knn(_, points, queries, k=1, *, target="auto", offsets=None, query_offsets=None, **options):
+    options = _QueryOptions(k, **options)
+    return _NeighborsPlan(_knn_call(points, queries, options, target, offsets, query_offsets))
 
 
 def _plan_query(index, queries, k=1, **options):

@@ -310,7 +310,8 @@ def write_overflown(x, y, z, itself, points, dimensions, count, first, found, wa
 @device
 def add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, first, found, k, indices):
     """Go on behind `found` neighbours with the points whose square overflows, until there are k or no more."""
-    others = int(starts[int(shape[0]) * int(shape[1]) * int(shape[2])]) - (1 if itself >= 0 else 0)
+    packed = int(starts[int(shape[0]) * int(shape[1]) * int(shape[2])]) - int(starts[0])
+    others = packed - (1 if itself >= 0 else 0)
     write_overflown(x, y, z, itself, points, dimensions, point_count, first, found, min(k, others), indices)
 
 

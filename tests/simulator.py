@@ -44,6 +44,14 @@ SMALL = [
     ("numbaknn.plans.balls", "SCAN_THREADS", 4),
     ("numbaknn.plans.balls", "ONE_BLOCK", 4),
     ("numbaknn.plans.balls", "ENOUGH_THREADS", 64),
+    ("numbaknn.plans.batches", "BINNING_THREADS", 4),
+    ("numbaknn.plans.batches", "QUERY_THREADS", 8),
+    ("numbaknn.plans.batches", "ONE_BLOCK", 4),
+    ("numbaknn.plans.batches", "MOST_BLOCKS", 3),
+    ("numbaknn.plans.batches", "SCAN_THREADS", 4),
+    ("numbaknn.plans.batches", "LEAST_THREADS", 2),
+    ("numbaknn.plans.batches", "BLOCKS", 12),
+    ("numbaknn.plans.batches", "MOST_CELLS_A_POINT", 2),
     ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
     ("numbaknn.plans.rows", "ROW_THREADS", 4),
@@ -170,7 +178,8 @@ def set_list_bytes(count):
     """Longer lists than these bytes are sorted in the output, in place of shared memory; what it was before."""
     module = sys.modules["numbaknn.plans.neighbors"]
     before, module.LIST_BYTES = module.LIST_BYTES, count
-    sys.modules["numbaknn.plans.balls"].LIST_BYTES = count
+    for other in ("balls", "batches"):
+        sys.modules[f"numbaknn.plans.{other}"].LIST_BYTES = count
     return before
 
 
@@ -237,6 +246,22 @@ def planned_knn(draws, layout, **options):
     draws = [[_place(array, layout) for array in draw] for draw in draws]
     plan = numbaknn.plan(numbaknn.knn, *draws[0], target="cuda", **options)
     return [_values(plan(*draw, copy=bool(turn % 2))) for turn, draw in enumerate(draws)]
+
+
+def batch_on_device(points, queries, layout="c", offsets=None, query_offsets=None, borders_layout="host", **options):
+    """knn of several clouds in simulated device arrays; their borders there too, or in host memory."""
+    import numbaknn
+
+    borders = {"offsets": _place(offsets, borders_layout), "query_offsets": _place(query_offsets, borders_layout)}
+    found = numbaknn.knn(_place(points, layout), _place(queries, layout), **borders, **options)
+    return [_returned(array) for array in found]
+
+
+def graph_on_device(points, k, layout="c", offsets=None, borders_layout="host", **options):
+    import numbaknn
+
+    offsets = _place(offsets, borders_layout)
+    return _returned(numbaknn.knn_graph(_place(points, layout), k, offsets=offsets, **options))
 
 
 def planned_queries(points, asked, layout, **options):

@@ -265,13 +265,12 @@ def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks):
             cells[row] = -1
 
 
-@kernel
-def scan_tiles_kernel(starts, shape, sums):
-    """Turn the counts of a tile of cells into sums of the counts before, and note the sum of each tile.
+@device
+def scan_tile(starts, entries, sums):
+    """Turn the counts of this block's tile, of so many entries in all, into sums of the counts before, and note its sum.
 
-    A tile is CELLS_A_THREAD cells for every thread of a block. The entry behind the last cell counts as one more cell.
+    A tile is CELLS_A_THREAD cells for every thread of a block.
     """
-    entries = int(shape[0]) * int(shape[1]) * int(shape[2]) + 1
     first = cuda.grid(1) * CELLS_A_THREAD
     last = min(first + CELLS_A_THREAD, entries)
     mine = 0
@@ -284,6 +283,12 @@ def scan_tiles_kernel(starts, shape, sums):
         before += count
     if cuda.threadIdx.x == 0:
         sums[cuda.blockIdx.x] = everything
+
+
+@kernel
+def scan_tiles_kernel(starts, shape, sums):
+    """Turn the counts of the cells into sums within each tile. The entry behind the last cell counts as one more cell."""
+    scan_tile(starts, int(shape[0]) * int(shape[1]) * int(shape[2]) + 1, sums)
 
 
 @kernel

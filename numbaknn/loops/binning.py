@@ -26,6 +26,9 @@ from numbaknn.geometry import (
 from numbaknn.jit import loop, part_of_loop
 from numbaknn.lanes import as_type_of, bits_of, store_point
 
+# Clouds of up to so many points are taken to fill their box: the lattices would cost more than they save.
+FEW_POINTS = 128
+
 
 @part_of_loop
 def first_bad_of(coordinates, dimensions, first, last, rows):
@@ -101,7 +104,10 @@ def measure_points(points, dimensions, rows, points_a_cell, cell_size, most_cell
         frame[LOW + axis], frame[EXTENT + axis] = lows[:, axis].min(), highs[:, axis].max()
         longest = max(longest, np.float64(frame[EXTENT + axis]) - np.float64(frame[LOW + axis]))
     occupied = np.ones(LATTICES, np.int64)
-    if count > 0:
+    if count <= FEW_POINTS:
+        for level in range(1, LATTICES):
+            occupied[level] = max(min(count, 1 << level * dimensions), 1)
+    else:
         scale = lattice_scale(as_type_of(longest / 2, frame[LOW]))
         finest = np.zeros(FINEST_LATTICE * FINEST_LATTICE * FINEST_LATTICE, np.uint8)
         if chunks == 1:

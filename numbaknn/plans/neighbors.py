@@ -348,7 +348,12 @@ def run_once(shape, count, options, dtype, library, flats, stream):
         grid = DeviceGrid(points, *shape, dtype, library)
         return DeviceCall(grid, True, queries, count, options, *answer, borrowed)
 
-    call = _calls.get((shape, count, options, dtype, library, stream), make)
+    run_kept((shape, count, options, dtype, library, stream), make, flats, stream)
+
+
+def run_kept(key, make, flats, stream):
+    """Run the call that is kept under this key, or that `make` makes."""
+    call = _calls.get(key, make)
     call.run(flats, stream)
     if is_capturing(stream):
         _captured.add(call)

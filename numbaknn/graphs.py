@@ -1,0 +1,135 @@
+"""Graphs of neighbours: `knn_graph`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from numbaknn import errors
+from numbaknn.arrays import hand_back
+from numbaknn.launch import read
+from numbaknn.memory import check_fits
+from numbaknn.neighbors import (
+    Check,
+    Target,
+    _adopt_borders,
+    _adopt_cloud,
+    _check_finite,
+    _flat_borders,
+    _options,
+    _target,
+    _uploaded,
+    _working_dtype,
+    _workspace_library,
+)
+from numbaknn.plans.batches import DeviceEdges, HostEdges, Layout, host_grids, run_batch_once
+
+
+def knn_graph(
+    points: Any,
+    k: int,
+    *,
+    offsets: Any = None,
+    loop: bool = False,
+    check_finite: Check = "auto",
+    target: Target = "auto",
+) -> Any:
+    """The edges from the k nearest neighbours of every point to the point.
+
+    Parameters
+    ----------
+    points : array (M, D), D in {1, 2, 3}
+        As in `knn`.
+    k : int, 1 or more
+    offsets : integer array (B + 1,), optional
+        Where several clouds begin and end (PyG's ``ptr``), as in `knn`. Edges stay within a cloud.
+    loop : bool
+        Whether a point is among its own neighbours. Otherwise it is left out, by its index, so that its duplicates stay in.
+        With it, it counts as one of the k: it comes in the order of (distance, index) too, so that k duplicates of a lower
+        index are before it.
+    check_finite, target :
+        As in `knn`. A point that is not finite has no edges.
+
+    Returns
+    -------
+    array (2, E), int64
+        Of the kind of `points` and on its device: the neighbours above the points, as in PyG's ``edge_index``, in the order
+        of (point, distance, neighbour). Indices are rows of `points`. A neighbour that doesn't exist gives no edge, so E is
+        below k M where a cloud has too few points. On a device the host waits once, to learn E.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Before any work, naming the argument.
+    MemoryError
+        Before any work, if the edges, with the distances that they are found by, are more than the memory that is free.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import numbaknn as nk
+    >>> nk.knn_graph(np.array([[0.0], [1.0], [3.0], [9.0]]), k=2, offsets=[0, 3, 4])
+    array([[1, 2, 0, 2, 1, 0],
+           [0, 0, 1, 1, 2, 2]])
+    """
+    points = _adopt_cloud("points", points)
+    loop = errors.check_flag("loop", loop)
+    options = _options(k, np.inf, 0, False, "int64", check_finite)
+    target = _target(target, points)
+    rows, dimensions = points.shape
+    borders = [] if offsets is None else [_adopt_borders("offsets", offsets, points, target, rows, "points")]
+    layout = Layout(borders[0].shape[0] - 1 if borders else 1)
+    dtype, library = _working_dtype(points.dtype), points.library
+    workspace = _workspace_library(points, target)
+    for memory in {library, workspace}:
+        check_fits(
+            f"k={options.k} neighbours of each of {rows:,} points",
+            rows * options.k,
+            (dtype, *3 * [np.dtype(np.int64)]),
+            memory,
+        )
+    stream = library.stream() if target == "cuda" else 0
+    values = points.flat(dtype)
+    if options.checks(points):
+        _check_finite(points, values, stream)
+    if rows == 0:
+        return hand_back(library, library.empty((2, 0), np.int64)[0])
+    asked = rows * options.k
+    if target == "cpu":
+        distances, indices = np.empty(asked, dtype), np.empty(asked, np.int64)
+        own_borders = [adopted.flat(np.int64) for adopted in borders]
+        # with a loop a point is asked as any query is, of its own cloud
+        grids = host_grids(rows, dimensions, dtype, layout, 2 * own_borders).build(values)
+        grids.query(values if loop else None, rows, options, distances, indices)
+        edges = HostEdges(rows, options.k, indices, rows)
+    else:
+        if not points.on_device:
+            values = _uploaded(values, stream)
+        (_, distances), (_, indices) = workspace.empty((asked,), dtype), workspace.empty((asked,), np.int64)
+        own_borders = [_flat_borders(adopted, workspace) for adopted in borders]
+        run_batch_once(
+            (rows, dimensions),
+            layout,
+            rows,
+            options,
+            dtype,
+            workspace,
+            values,
+            values if loop else None,
+            2 * own_borders,
+            (distances, indices),
+            stream,
+        )
+        edges = DeviceEdges(rows, options.k, indices, rows, workspace, stream)
+    count = edges.count()
+    found, flat = library.empty((2, count), np.int64)
+    if target == "cpu" or points.on_device:
+        if count:
+            edges.fill(flat, count)
+        return hand_back(library, found)
+    _, device_flat = workspace.empty((2 * count,), np.int64)
+    if count:
+        edges.fill(device_flat, count)
+        flat[:] = read(device_flat, stream)
+    return hand_back(library, found)

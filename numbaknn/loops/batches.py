@@ -1,0 +1,136 @@
+"""The CPU twin of kernels/batches.py: clouds after one another on every core, a stretch of queries after another."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import prange
+
+from numbaknn.batches import MORE_CELLS, cloud_of, count_found, renumber, rows_of, view_of, write_edges
+from numbaknn.jit import loop
+from numbaknn.lists import BINS
+from numbaknn.loops import lists, neighbors
+from numbaknn.loops.binning import bin_points, measure_points
+from numbaknn.loops.lists import list_stretch
+from numbaknn.loops.neighbors import knn_stretch
+
+# Points of a graph in one stretch.
+STRETCH = 1024
+
+
+@loop
+def build_clouds_loop(shares, most_rows, cloud, batch, points_a_cell, limits, most_buckets, grids):
+    """Lay the grid of every cloud of at most `most_rows` points, each by one core: clouds shares[n]..shares[n + 1] - 1 after
+    one another. Every cloud has its own stretch of the table and numbers its slots from 0.
+
+    cloud: points, their number, dimensions. batch: number of clouds, borders, each, cells a point. grids: table, starts,
+    frames, shapes. points_a_cell, limits, most_buckets: as in loops/binning.py.
+    """
+    points, rows, dimensions = cloud
+    _, borders, each, cells_a_point = batch
+    table, starts, frames, shapes = grids
+    for share in prange(len(shares) - 1):
+        for number in range(shares[share], shares[share + 1]):
+            first, count, own_points, own_starts, frame, shape = view_of(
+                number, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
+            )
+            if count <= most_rows:
+                # of one chunk each: nothing in them runs in parallel
+                most_cells = cells_a_point * count + MORE_CELLS - 1
+                measure_points(own_points, dimensions, count, points_a_cell, 0.0, most_cells, limits, frame, shape, 1)
+                bin_points(own_points, dimensions, count, frame, shape, most_buckets, own_starts, table[4 * first :], 1)
+
+
+@loop
+def knn_in_clouds_loop(
+    count, queries, among_themselves, cloud, batch, asked, grids, limit, bounded, k, slots, squared, shrink, found
+):
+    """Answer all queries, each in its own cloud. asked: borders and each of the queries; the others are those of
+    build_clouds_loop and of knn_loop."""
+    points, rows, dimensions = cloud
+    clouds, borders, each, cells_a_point = batch
+    query_borders, query_each = asked
+    table, starts, frames, shapes = grids
+    distances, indices = found
+    for stretch in prange((count + neighbors.STRETCH - 1) // neighbors.STRETCH):
+        row, last = stretch * neighbors.STRETCH, min((stretch + 1) * neighbors.STRETCH, count)
+        while row < last:
+            number = cloud_of(row, query_borders, query_each, clouds)
+            first_query, own_queries = rows_of(number, query_borders, query_each, count)
+            end = min(last, first_query + own_queries)
+            first, own_count, own_points, own_starts, frame, shape = view_of(
+                number, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
+            )
+            knn_stretch(
+                row - first_query,
+                end - first_query,
+                queries[first_query * dimensions :],
+                among_themselves,
+                (own_points, own_count, dimensions),
+                (table[4 * first :], own_starts, frame, shape),
+                limit,
+                bounded,
+                k,
+                slots,
+                squared,
+                shrink,
+                (distances[first_query * k :], indices[first_query * k :]),
+            )
+            if each == 0:
+                renumber(row * k, end * k, first, own_count, rows, indices)
+            row = end
+
+
+@loop
+def list_in_clouds_loop(
+    count, queries, among_themselves, cloud, batch, asked, grids, limit, bounded, k, squared, mantissa, found
+):
+    """The same with lists of any length."""
+    points, rows, dimensions = cloud
+    clouds, borders, each, cells_a_point = batch
+    query_borders, query_each = asked
+    table, starts, frames, shapes = grids
+    distances, indices = found
+    for stretch in prange((count + lists.STRETCH - 1) // lists.STRETCH):
+        row, last = stretch * lists.STRETCH, min((stretch + 1) * lists.STRETCH, count)
+        bins = np.empty(BINS, np.int64)
+        while row < last:
+            number = cloud_of(row, query_borders, query_each, clouds)
+            first_query, own_queries = rows_of(number, query_borders, query_each, count)
+            end = min(last, first_query + own_queries)
+            first, own_count, own_points, own_starts, frame, shape = view_of(
+                number, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
+            )
+            list_stretch(
+                row - first_query,
+                end - first_query,
+                queries[first_query * dimensions :],
+                among_themselves,
+                (own_points, own_count, dimensions),
+                (table[4 * first :], own_starts, frame, shape),
+                limit,
+                bounded,
+                k,
+                squared,
+                mantissa,
+                bins,
+                (distances[first_query * k :], indices[first_query * k :]),
+            )
+            if each == 0:
+                renumber(row * k, end * k, first, own_count, rows, indices)
+            row = end
+
+
+@loop
+def count_edges_loop(rows, k, indices, missing, counts):
+    """Count the neighbours of every point."""
+    for stretch in prange((rows + STRETCH - 1) // STRETCH):
+        for row in range(stretch * STRETCH, min((stretch + 1) * STRETCH, rows)):
+            counts[row] = count_found(row, k, indices, missing)
+
+
+@loop
+def fill_edges_loop(rows, k, indices, firsts, edges, edge_count):
+    """Write the edges of every point from its place on."""
+    for stretch in prange((rows + STRETCH - 1) // STRETCH):
+        for row in range(stretch * STRETCH, min((stretch + 1) * STRETCH, rows)):
+            write_edges(row, k, indices, firsts[row], firsts[row + 1] - firsts[row], edges, edge_count)
