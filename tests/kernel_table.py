@@ -14,22 +14,22 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import balls, binning, copying, interpolation, lists, neighbors, rows
+from numbaknn.kernels import balls, batches, binning, copying, interpolation, lists, neighbors, rows
 from numbaknn.launch import has_device
 
 REAL = "REAL"
 
 ARRAYS = {
-    REAL: "points queries coordinates table frame distances x mean inv_std weight bias scores y",
-    types.int32: "shape starts cells ranks sums marks",
-    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals",
+    REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y",
+    types.int32: "shape shapes starts cells ranks sums marks",
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges",
     types.float64: "means",
     types.boolean: "flags",
 }
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride",
+    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count",
     types.float64: "points_a_cell cell_size largest smallest eps",
     types.boolean: "among_themselves bounded squared uniform rooted",
 }
@@ -119,6 +119,31 @@ KERNELS |= {
     f"{name}[{real}]": Entry(getattr(lists, name)(real), (registers,), loads=int(name == "list_kernel"), reals=(real,))
     for name, measured in MADE.items()
     for real, registers in zip((types.float32, types.float64), measured)
+}
+IN_CLOUDS_REGISTERS = {1: (100, 126), 2: (95, 140), 4: (118, 152), 8: (121, 166), 16: (139, 212), 32: (172,)}
+for capacity, registers in IN_CLOUDS_REGISTERS.items():
+    for among_themselves in (False, True):
+        for shrinks in (False, True):
+            kernel = batches.knn_in_clouds_kernel(capacity, among_themselves, shrinks)
+            KERNELS[f"knn_in_clouds_kernel[{capacity}, {among_themselves}, {shrinks}]"] = Entry(
+                kernel, registers, loads=1
+            )
+KERNELS |= {
+    "clear_clouds_kernel": Entry(batches.clear_clouds_kernel, (32,)),
+    "bounds_of_clouds_kernel": Entry(batches.bounds_of_clouds_kernel, (48, 77)),
+    "lattices_of_clouds_kernel": Entry(batches.lattices_of_clouds_kernel, (32, 36)),
+    "frames_of_clouds_kernel": Entry(batches.frames_of_clouds_kernel, (35, 36), fused=True),
+    "cells_of_clouds_kernel": Entry(batches.cells_of_clouds_kernel, (40, 48)),
+    "scan_all_cells_kernel": Entry(batches.scan_all_cells_kernel, (32,)),
+    "add_to_all_cells_kernel": Entry(batches.add_to_all_cells_kernel, (20,)),
+    "scatter_clouds_kernel": Entry(batches.scatter_clouds_kernel, (32, 32), stores=1),
+    "long_list_in_clouds_kernel": Entry(batches.long_list_in_clouds_kernel, (110, 136), loads=1),
+    "count_edges_kernel": Entry(batches.count_edges_kernel, (14,)),
+    "fill_edges_kernel": Entry(batches.fill_edges_kernel, (32,)),
+}
+KERNELS |= {
+    f"list_in_clouds_kernel[{real}]": Entry(batches.list_in_clouds_kernel(real), (registers,), loads=1, reals=(real,))
+    for real, registers in zip((types.float32, types.float64), (110, 134))
 }
 
 # Rows: by lanes, parts or quads a lane. What is unaligned is read element by element.

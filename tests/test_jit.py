@@ -38,8 +38,10 @@ def run_python(code, folder=None, **environment):
 # From the top to the bottom. "plans.*" stands for all modules of that folder that have no place of their own.
 RANKS = [
     {"__init__"},
+    {"graphs"},
     {"neighbors", "voxels", "rows", "dense", "distributed"},
     {"planning"},
+    {"plans.batches"},
     {"plans.balls"},
     {"plans.*"},
     {"streaming"},
