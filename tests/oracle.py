@@ -8,6 +8,8 @@ squares of its proposals decide.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 # Squares that are held at a time.
@@ -206,3 +208,26 @@ def weighted(points, values, queries, k, weights="distance"):
     with np.errstate(all="ignore"):
         mean = (weight[..., None] * picked).sum(axis=1) / weight.sum(axis=1)[:, None]
     return mean.reshape(len(queries), *values.shape[1:])
+
+
+def nearest_in_clouds(points, queries, offsets, query_offsets, k=1, **options):
+    """(distances, indices) as numbaknn.knn returns them for clouds with these borders, cloud by cloud."""
+    distances = np.empty((len(queries), k), working_dtype(points, queries))
+    indices = np.empty((len(queries), k), options.get("index_dtype", np.int64))
+    for first, last, begin, end in zip(offsets[:-1], offsets[1:], query_offsets[:-1], query_offsets[1:]):
+        found, which = (a.reshape(-1, k) for a in nearest(points[first:last], queries[begin:end], k, **options))
+        distances[begin:end] = found
+        indices[begin:end] = np.where(which < last - first, which + first, len(points))
+    return (distances[:, 0], indices[:, 0]) if k == 1 else (distances, indices)
+
+
+def edges(points, k, offsets=None, loop=False):
+    """(2, E) edges as numbaknn.knn_graph returns them."""
+    offsets = [0, len(points)] if offsets is None else offsets
+    found = []
+    for first, last in pairwise(offsets):
+        cloud = points[first:last]
+        _, indices = nearest(cloud, cloud if loop else None, k)
+        for row, which in enumerate(indices.reshape(-1, k)):
+            found += [(index + first, row + first) for index in which if index < last - first]
+    return np.array(found, np.int64).reshape(-1, 2).T
