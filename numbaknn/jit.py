@@ -109,6 +109,15 @@ def loop(function):
     return _stamped(compiled)
 
 
+def on_one_core(function):
+    """A `loop` to be called from inside another one, for an item of that: its ``prange`` is a ``range``.
+
+    A loop that is called as it is asks the threading layer for cores even where it then does without them, which takes
+    milliseconds while all are busy. Not kept on disk by itself: Numba would take the two forms for one.
+    """
+    return numba.njit(nogil=True, error_model="numpy")(function.py_func)
+
+
 def part_of_loop(function):
     """A serial stretch of a CPU loop, called from inside a ``prange`` and compiled on its own."""
     return _stamped(numba.njit(cache=True, error_model="numpy", **_BORROWING)(function))

@@ -151,11 +151,12 @@ def scan_all_cells_kernel(starts, sums):
 
 
 @kernel
-def add_to_all_cells_kernel(starts, sums, tile):
+def add_to_all_cells_kernel(rows, starts, sums, tile):
     """add_sums_kernel for the cells of all clouds."""
     cell = cuda.grid(1)
     if cell < starts.size:
-        starts[cell] += sums[cell // tile]
+        # no more than all rows, but for wrong borders, by which a row may be in several clouds
+        starts[cell] = min(starts[cell] + sums[cell // tile], rows)
 
 
 @kernel
@@ -165,7 +166,7 @@ def scatter_clouds_kernel(points, dimensions, rows, parts, borders, each, starts
     for row in range(first, last, step):
         if cells[row] >= 0:
             slot = starts[cells[row]] + ranks[row]
-            if slot < rows:  # but for wrong borders
+            if slot < rows:  # as above
                 x, y, z = read_point(points, row, dimensions)
                 store_point(table, slot, x, y, z, as_type_of(row - first_row, bits_of(x)))
 

@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from numbaknn.batches import MORE_CELLS, cloud_of, count_found, renumber, rows_of, view_of, write_edges
-from numbaknn.jit import loop
+from numbaknn.jit import loop, on_one_core
 from numbaknn.lists import BINS
 from numbaknn.loops import lists, neighbors
 from numbaknn.loops.binning import bin_points, measure_points
@@ -15,6 +15,8 @@ from numbaknn.loops.neighbors import knn_stretch
 
 # Points of a graph in one stretch.
 STRETCH = 1024
+
+measure_by_one, bin_by_one = on_one_core(measure_points), on_one_core(bin_points)
 
 
 @loop
@@ -34,10 +36,9 @@ def build_clouds_loop(shares, most_rows, cloud, batch, points_a_cell, limits, mo
                 number, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
             )
             if count <= most_rows:
-                # of one chunk each: nothing in them runs in parallel
                 most_cells = cells_a_point * count + MORE_CELLS - 1
-                measure_points(own_points, dimensions, count, points_a_cell, 0.0, most_cells, limits, frame, shape, 1)
-                bin_points(own_points, dimensions, count, frame, shape, most_buckets, own_starts, table[4 * first :], 1)
+                measure_by_one(own_points, dimensions, count, points_a_cell, 0.0, most_cells, limits, frame, shape, 1)
+                bin_by_one(own_points, dimensions, count, frame, shape, most_buckets, own_starts, table[4 * first :], 1)
 
 
 @loop

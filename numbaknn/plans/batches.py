@@ -220,7 +220,7 @@ class DeviceClouds:
             ),
             Launch(stages.scan_all_cells_kernel, tiles * BINNING_THREADS, BINNING_THREADS, starts, sums_of_tiles),
             Launch(binning.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums_of_tiles, tiles),
-            Launch(stages.add_to_all_cells_kernel, entries, BINNING_THREADS, starts, sums_of_tiles, tile),
+            Launch(stages.add_to_all_cells_kernel, entries, BINNING_THREADS, rows, starts, sums_of_tiles, tile),
             Launch(stages.scatter_clouds_kernel, items, threads, *points, starts, cells, ranks, self._table),
         ]
 
