@@ -49,6 +49,12 @@ def cloud_of(row, borders, each, clouds):
 
 
 @device
+def asked_from(row, cloud, borders, each, rows):
+    """The first query of the cloud that query `row` is asked of; with wrong borders not behind that."""
+    return min(border_of(cloud, borders, each, rows), row)
+
+
+@device
 def first_cell_of(cloud, first_row, cells_a_point):
     """Where the cells of a cloud begin among those of all, if every cloud has `cells_a_point` a point and MORE_CELLS."""
     return first_row * cells_a_point + cloud * MORE_CELLS

@@ -183,6 +183,13 @@ def set_list_bytes(count):
     return before
 
 
+def set_most_kept_rows(rows):
+    """No workspace is kept for batches of more points; the number before."""
+    module = sys.modules["numbaknn.plans.batches"]
+    before, module.MOST_KEPT_ROWS = module.MOST_KEPT_ROWS, rows
+    return before
+
+
 def _place(array, layout):
     """A simulated device array with the values of `array`."""
     from numba import cuda

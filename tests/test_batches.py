@@ -61,7 +61,7 @@ ASKED = [2, 0, 7, 3, 0, 30, 1, 11, 1]
 THREE_D = [name for name in clouds.FAMILIES if clouds.draw(name, F32)[0].shape[1] == 3]
 
 
-# -- On the CPU ------------------------------------------------------------------------------------------------------------
+# -- On the CPU --------------------------------------------------------------------------------------------------------
 
 
 @DTYPES
@@ -239,7 +239,7 @@ def test_graphs_of_batches(batch, k, loop):
     np.testing.assert_array_equal(found, oracle.edges(points, k, offsets, loop), strict=True)
 
 
-# -- Graphs ----------------------------------------------------------------------------------------------------------------
+# -- Graphs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -261,7 +261,7 @@ def test_a_graph_without_edges():
     assert found.shape == (2, 0)
 
 
-# -- Plans -----------------------------------------------------------------------------------------------------------------
+# -- Plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_plans_of_batches(rng):
@@ -283,7 +283,7 @@ def test_plans_of_ragged_clouds(rng):
         borders["offsets"][:] = 0  # the plan has its own
 
 
-# -- What is refused -------------------------------------------------------------------------------------------------------
+# -- What is refused ---------------------------------------------------------------------------------------------------
 
 P, Q = np.zeros((6, 3)), np.ones((4, 3))
 GOOD = {"offsets": [0, 2, 6], "query_offsets": [0, 4, 4]}
@@ -360,7 +360,7 @@ def test_points_of_a_graph_are_one_array_of_rows():
         numbaknn.knn_graph(P, 2**50, target="cpu")
 
 
-# -- Simulated -------------------------------------------------------------------------------------------------------------
+# -- Simulated ---------------------------------------------------------------------------------------------------------
 
 FEW, FEW_ASKED = [0, 1, 4, 0, 26, 2, 9, 0], [2, 0, 3, 1, 10, 1, 4, 1]
 
@@ -434,6 +434,18 @@ def test_simulated_lists_in_the_output(simulated, rng):
     same([array for _, array in found], oracle.nearest_in_clouds(points, queries, *borders, 35))
 
 
+def test_simulated_without_a_workspace_that_is_kept(simulated, rng):
+    points, queries, *borders = ragged(rng, FEW, FEW_ASKED, F32)
+    before = simulated(simulator.set_most_kept_rows, 10)
+    try:
+        found = simulated(simulator.batch_on_device, points, queries, "c", *borders, "c", k=3)
+        _, edges = simulated(simulator.graph_on_device, points, 3, "c", borders[0])
+    finally:
+        simulated(simulator.set_most_kept_rows, before)
+    same([array for _, array in found], oracle.nearest_in_clouds(points, queries, *borders, 3))
+    np.testing.assert_array_equal(edges, oracle.edges(points, 3, borders[0]))
+
+
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize("layout", ["host", "c", "fortran"])
 def test_simulated_graphs(simulated, layout, loop, rng):
@@ -467,12 +479,13 @@ def test_simulated_plans(simulated, regular, layout, rng):
 def test_simulated_borders_that_are_wrong(simulated, rng):
     """On the device they are not looked at. They may give a wrong answer, but lead nowhere outside."""
     points, queries = rng.random((30, 3), F32), rng.random((8, 3), F32)
-    good = np.array([0, 4, 8])
+    good = [0, 10, 20, 30], [0, 0, 4, 8]
     for wrong in ([0, 25, 3, 30], [5, 60, 70, 900], [-7, -3, 10, 30], [30, 20, 10, 0], [0, 30, 0, 30]):
         for k in (3, 40):
-            borders = np.array(wrong), np.array([0, *good])
-            found = simulated(simulator.batch_on_device, points, queries, "c", *borders, "c", k=k)
-            assert all(array.shape == (8, k) for _, array in found)
+            for borders in ((wrong, good[1]), (good[0], wrong)):
+                borders = map(np.array, borders)
+                found = simulated(simulator.batch_on_device, points, queries, "c", *borders, "c", k=k)
+                assert all(array.shape == (8, k) for _, array in found)
 
 
 def test_simulated_arrays_in_other_places(simulated, rng):

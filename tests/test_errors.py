@@ -49,9 +49,9 @@ SHAPES = [
     (np.zeros(()), ValueError, r"\(\)"),
     (np.zeros((5, 4)), ValueError, r"\(5, 4\)"),
     (np.zeros((5, 0)), ValueError, r"\(5, 0\)"),
-    (np.zeros((2, 5, 3)), ValueError, r"\(2, 5, 3\)"),
     (np.broadcast_to(np.int8(0), (2**31, 3)), ValueError, r"2\*\*31 - 1.*2147483648"),
 ]
+THREE_AXES = [(np.zeros((2, 5, 3)), ValueError, r"\(2, 5, 3\)")]
 KINDS = [
     (np.zeros((4, 3), complex), TypeError, "complex128"),
     (np.full((4, 3), "x"), TypeError, "<U1"),
@@ -103,9 +103,11 @@ TARGETS = [("gpu", ValueError, "'gpu'"), (None, ValueError, "None"), (0, ValueEr
 CELL_SIZES = [*LENGTHS[:6], (0, ValueError, "0"), (np.inf, ValueError, "inf")]
 CELL_SIZES = [row for row in CELL_SIZES if row[0] is not None]  # None chooses
 
-CLOUD = [*SHAPES, *KINDS]
+ONE_OR_MORE = [*SHAPES, *KINDS]  # three axes are a batch of clouds: tests/test_batches.py
+CLOUD = [*SHAPES, *THREE_AXES, *KINDS]
 CASES = [
-    *((knn, name, *row) for name in ("points", "queries") for row in CLOUD),
+    *((knn, "points", *row) for row in ONE_OR_MORE),
+    *((knn, "queries", *row) for row in CLOUD),
     *((knn, name, *row) for name, rows in OPTIONS.items() for row in rows),
     *((knn, "target", *row) for row in TARGETS),
     *((build, "points", *row) for row in CLOUD),

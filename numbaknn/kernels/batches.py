@@ -14,7 +14,7 @@ from numba import cuda, int32, int64
 
 from numbaknn.batches import (
     MORE_CELLS,
-    border_of,
+    asked_from,
     cloud_of,
     count_found,
     first_cell_of,
@@ -210,7 +210,7 @@ def knn_in_clouds_kernel(capacity, among_themselves, shrinks):
         row = cuda.grid(1)
         if row < query_count:
             cloud = cloud_of(row, query_borders, query_each, clouds)
-            first_query = border_of(cloud, query_borders, query_each, query_count)
+            first_query = asked_from(row, cloud, query_borders, query_each, query_count)
             first, count, own_points, own_starts, frame, shape = view_of(
                 cloud, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
             )
@@ -274,7 +274,7 @@ def answer_by_block(
 ):
     """kernels.lists.answer_in_block for a query of a cloud."""
     cloud = cloud_of(row, query_borders, query_each, clouds)
-    first_query = border_of(cloud, query_borders, query_each, query_count)
+    first_query = asked_from(row, cloud, query_borders, query_each, query_count)
     first, count, own_points, own_starts, frame, shape = view_of(
         cloud, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
     )
