@@ -3,9 +3,9 @@
     python asv_benchmarks/batches.py [--no-check]
 
 First the answers are compared with those of the CPU loops, bit for bit. Then, on CuPy arrays in float32, every cloud is
-asked about its own points: `knn` of (B, M, 3), of the same clouds by their borders, their graph, the batch as a plan, beside the
-clouds one by one and the same points as one cloud. PyTorch's matrix of distances and torch_cluster take part where they are
-installed. Every call is waited for; the candidates take turns.
+asked about its own points: `knn` of (B, M, 3), of the same clouds by their borders, their graph, the batch as a plan, beside
+the clouds one by one and the same points as one cloud. PyTorch's matrix of distances and torch_cluster take part where they
+are installed. Every call is waited for; the candidates take turns.
 """
 
 from __future__ import annotations

@@ -689,6 +689,10 @@ class _BatchCall(_KnnCall):
 
     def new_device_grid(self, points, library):
         borders = [_repacked_borders(adopted, library) for adopted in self._borders]
+        if borders:
+            read(
+                borders[-1], library.stream(), 0, 1
+            )  # waits: the plan may run on another stream than they are copied on
         return device_grids(points, *self._cloud_shape, self._dtype, library, self._layout, borders)
 
     def _run_on_device(self, queries, distances, indices, stream):
