@@ -60,7 +60,7 @@ def knn(
         Only neighbours at a distance below this. Compared as a double with the distance that is returned.
     eps : float
         As in SciPy, the k-th distance returned is at most (1 + eps) times the true one, which lets a search stop earlier.
-        Which of the neighbours within that are returned may differ between targets. Beyond k=32 the answer is exact.
+        Which of the neighbours within that are returned may differ between targets. Long lists are exact all the same.
     squared : bool
         Return squared distances. Bounds stay plain distances.
     offsets, query_offsets : integer arrays (B + 1,), optional

@@ -24,6 +24,7 @@ from numbaknn.plans.balls import SCAN_THREADS
 from numbaknn.plans.neighbors import (
     BINNING_THREADS,
     LIST_BYTES,
+    LONGEST_ON_HOST,
     MOST_BLOCKS,
     MOST_BUCKETS,
     MOST_KEPT_ROWS,
@@ -49,10 +50,8 @@ LEAST_THREADS = 64
 # Blocks for all clouds together: where there are few clouds, each is worked on by several.
 BLOCKS = 2 * MOST_BLOCKS
 
-# The longest lists that are kept in order while a search goes on; longer ones are collected first and sorted last. A
-# processor inserts into 16 as quickly as it sorts them. A GPU keeps them in registers, by the bytes of a real: in double
-# precision a list of 32, and all that says where a cloud is, are more than the 255 that there are.
-LONGEST_ON_HOST = 16
+# The longest lists that a GPU keeps in registers, by the bytes of a real: in double precision a list of 32, and all that says
+# where a cloud is, are more than the 255 that there are.
 LONGEST_ON_DEVICE = {4: CAPACITIES[-1], 8: CAPACITIES[-2]}
 
 

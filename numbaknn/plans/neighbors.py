@@ -52,7 +52,11 @@ POINTS_A_CELL_OF_MANY = 4.0
 POINTS_A_CHUNK = 16384
 MOST_BUCKETS = 1024
 
-# A block answers a query for more than 32: a warp for short lists, which has little to wait for, and a thread for every
+# The longest lists that are kept in order while a search goes on (topk.py); longer ones are collected first and sorted last
+# (lists.py). On a GPU as long as registers hold them; a processor inserts into 16 as quickly as it sorts them.
+LONGEST_ON_HOST, LONGEST_ON_DEVICE = 16, CAPACITIES[-1]
+
+# A block answers a query for a longer list: a warp for short lists, which has little to wait for, and a thread for every
 # eight or so neighbours of long ones. Lists are collected in shared memory of up to 32 KiB a block, so that six blocks and
 # more share a multiprocessor; an eighth more room than k takes the last bin of squares.
 LIST_THREADS = 32
@@ -160,7 +164,7 @@ class HostGrid:
             options.bound != np.inf,
             options.k,
         )
-        if options.k > CAPACITIES[-1]:
+        if options.k > LONGEST_ON_HOST:
             list_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
@@ -263,7 +267,7 @@ class DeviceGrid:
         bound = square_limit(options.bound, dtype), bool(options.bound != np.inf)
         asked = count, asked, *cloud, *grid, *bound
         answer = distances, indices
-        if k > CAPACITIES[-1]:
+        if k > LONGEST_ON_DEVICE:
             threads, room = list_threads(k), k + k // 8 + 16
             shared_bytes = room * (dtype.itemsize + 4)
             asked = *asked, k, options.squared, among_themselves, mantissa_of(dtype)
