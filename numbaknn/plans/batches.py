@@ -50,8 +50,8 @@ LEAST_THREADS = 64
 # Blocks for all clouds together: where there are few clouds, each is worked on by several.
 BLOCKS = 2 * MOST_BLOCKS
 
-# The longest lists that a GPU keeps in registers, by the bytes of a real: in double precision a list of 32, and all that says
-# where a cloud is, are more than the 255 that there are.
+# The longest lists that a GPU keeps in registers, by the bytes of a real: in double precision a list of 32, and all that
+# says where a cloud is, are more than the 255 that there are.
 LONGEST_ON_DEVICE = {4: CAPACITIES[-1], 8: CAPACITIES[-2]}
 
 
