@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from numbaknn import errors
-from numbaknn.arrays import hand_back
+from numbaknn.arrays import chosen_target, hand_back, working_dtype
 from numbaknn.launch import read
 from numbaknn.memory import check_fits
 from numbaknn.neighbors import (
@@ -18,9 +18,7 @@ from numbaknn.neighbors import (
     _check_finite,
     _flat_borders,
     _options,
-    _target,
     _uploaded,
-    _working_dtype,
     _workspace_library,
 )
 from numbaknn.plans.batches import DeviceEdges, HostEdges, Layout, host_grids, run_batch_once
@@ -76,11 +74,11 @@ def knn_graph(
     points = _adopt_cloud("points", points)
     loop = errors.check_flag("loop", loop)
     options = _options(k, np.inf, 0, False, "int64", check_finite)
-    target = _target(target, points)
+    target = chosen_target(target, points)
     rows, dimensions = points.shape
     borders = [] if offsets is None else [_adopt_borders("offsets", offsets, points, target, rows, "points")]
     layout = Layout(borders[0].shape[0] - 1 if borders else 1)
-    dtype, library = _working_dtype(points.dtype), points.library
+    dtype, library = working_dtype(points.dtype), points.library
     workspace = _workspace_library(points, target)
     for memory in {library, workspace}:
         check_fits(

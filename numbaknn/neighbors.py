@@ -9,9 +9,7 @@ import numba
 import numpy as np
 
 from numbaknn import errors
-from numbaknn.arrays import THREADS, NumbaDevice, Target, adopt, hand_back
-from numbaknn.arrays import chosen_target as _target
-from numbaknn.arrays import working_dtype as _working_dtype
+from numbaknn.arrays import THREADS, NumbaDevice, Target, adopt, chosen_target, hand_back, working_dtype
 from numbaknn.kernels.binning import first_bad_row_kernel
 from numbaknn.kernels.copying import convert_kernel
 from numbaknn.kernels.interpolation import interpolate_kernel
@@ -179,7 +177,7 @@ def interpolate(
     distances, indices = (adopt("neighbours", array) for array in found)
     if k == 1:
         return values.library.take_rows(values, indices.flat(np.int64))
-    dtype = _working_dtype(values.dtype)
+    dtype = working_dtype(values.dtype)
     columns = int(np.prod(values.shape[1:], dtype=np.int64))
     means, flat_means = values.library.empty((indices.shape[0], *values.shape[1:]), dtype)
     arguments = (
@@ -243,10 +241,10 @@ class GridIndex:
         points = _adopt_cloud("points", points)
         self._cell_size = errors.check_cell_size(cell_size)
         errors.check_choice("check_finite", check_finite, CHECKS)
-        self._target = _target(target, points)
+        self._target = chosen_target(target, points)
         self._points = points
         self.n, self.m = points.shape
-        self.dtype = _working_dtype(points.dtype)
+        self.dtype = working_dtype(points.dtype)
         values = points.flat(self.dtype)
         if check_finite is not False:
             _check_finite(points, values, points.library.stream() if points.on_device else 0)
@@ -602,8 +600,8 @@ class _KnnCall(_Call):
         errors.check_same_dimensions(points.shape, queries.shape)
         _check_same_place(points, queries)
         self._options = options
-        self._target = _target(target, points)
-        self._dtype = _working_dtype(points.dtype, queries.dtype)
+        self._target = chosen_target(target, points)
+        self._dtype = working_dtype(points.dtype, queries.dtype)
         self._values = None
 
     def _check(self, queries, stream):
@@ -667,8 +665,8 @@ class _BatchCall(_KnnCall):
             errors.check_real(adopted.name, adopted.dtype)
         errors.check_same_dimensions(points.shape, queries.shape)
         _check_same_place(points, queries)
-        self._target = target = _target(target, points)
-        self._dtype = _working_dtype(points.dtype, queries.dtype)
+        self._target = target = chosen_target(target, points)
+        self._dtype = working_dtype(points.dtype, queries.dtype)
         if regular:
             self._borders, self._layout = (), Layout(*points.shape[:2], queries.shape[1])
             return
@@ -737,7 +735,7 @@ class _IndexCall(_Call):
                 raise ValueError(f"queries must be in host memory as the index is, came on {queries.library.word}")
             if index._points.on_device:
                 _check_same_place(index._points, queries)
-        self._dtype = _working_dtype(index._points.dtype, queries.dtype)
+        self._dtype = working_dtype(index._points.dtype, queries.dtype)
 
     def _check(self, queries, stream):
         if queries is not None and self._options.checks(self._queries):

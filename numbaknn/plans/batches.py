@@ -17,7 +17,7 @@ from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAP
 from numbaknn.kernels import balls as sums
 from numbaknn.kernels import batches as stages
 from numbaknn.kernels import binning
-from numbaknn.launch import Launch, is_capturing, read
+from numbaknn.launch import Launch, read
 from numbaknn.loops import batches as loops
 from numbaknn.loops import binning as binning_loops
 from numbaknn.plans.balls import SCAN_THREADS
@@ -35,7 +35,7 @@ from numbaknn.plans.neighbors import (
     DeviceCall,
     DeviceGrid,
     HostGrid,
-    _captured,
+    keep_if_captured,
     list_threads,
     mantissa_of,
     run_kept,
@@ -292,8 +292,7 @@ def run_batch_once(shape, layout, count, options, dtype, library, points, querie
         grids = device_grids(points, *shape, dtype, library, layout, borders)
         for launch in (*grids.launches, grids.query_launch(queries, count, options, *answer)):
             launch.run(stream)
-        if is_capturing(stream):
-            _captured.add(grids)
+        keep_if_captured(grids, stream)
         return
     key = shape, layout, len(borders), queries is None, count, options, dtype, library, stream
     run_kept(key, make, flats, stream)

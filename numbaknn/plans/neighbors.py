@@ -26,7 +26,7 @@ from numbaknn.search import PACE
 from numbaknn.topk import CAPACITIES, capacity
 
 # Blocks of 256: what the binning kernels do is a few loads and a store a thread, and this many threads of 32 registers
-# fill a multiprocessor eight times over. The query needs 67 to 176 registers; smaller blocks leave less idle at the end.
+# fill a multiprocessor eight times over. The query needs 74 to 158 registers; smaller blocks leave less idle at the end.
 BINNING_THREADS = 256
 QUERY_THREADS = 128
 # One block does the build of a small cloud, the scan of the tiles and the frame: as many threads as a block can have.
@@ -331,6 +331,12 @@ _calls = Kept(MOST_KEPT)
 _captured = set()
 
 
+def keep_if_captured(workspace, stream):
+    """Keep what a call has put on this stream in memory, if it has become part of a graph."""
+    if is_capturing(stream):
+        _captured.add(workspace)
+
+
 def run_once(shape, count, options, dtype, library, flats, stream):
     """A one-shot call for points of this shape, in a workspace that is kept: of the same shapes, on the same stream, the
     same one each time. `flats`: points, queries, distances, indices.
@@ -343,8 +349,7 @@ def run_once(shape, count, options, dtype, library, flats, stream):
     if shape[0] > MOST_KEPT_ROWS:
         grid = DeviceGrid(points.borrowed(), *shape, dtype, library).build(points.borrowed(), stream)
         grid.query(queries.borrowed(), count, options, *answer, stream)
-        if is_capturing(stream):
-            _captured.add(grid)
+        keep_if_captured(grid, stream)
         return
 
     def make():
@@ -359,5 +364,4 @@ def run_kept(key, make, flats, stream):
     """Run the call that is kept under this key, or that `make` makes."""
     call = _calls.get(key, make)
     call.run(flats, stream)
-    if is_capturing(stream):
-        _captured.add(call)
+    keep_if_captured(call, stream)
