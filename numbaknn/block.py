@@ -145,3 +145,43 @@ def sum_before(value, threads):
     before, everything = sum_in_warp(before), sum_in_warp(everything)
     cuda.syncthreads()
     return before + through - value, everything
+
+
+# -- A sum over more than a block has ---------------------------------------------------------------------------------
+
+# Counts that one thread of a scan adds up by itself.
+COUNTS_A_THREAD = 8
+
+
+@device
+def scan_tile(counts, entries, sums):
+    """Turn the counts of this block's tile, of so many entries in all, into sums of the counts before, and note its sum.
+
+    A tile is COUNTS_A_THREAD counts for every thread of a block.
+    """
+    first = cuda.grid(1) * COUNTS_A_THREAD
+    last = min(first + COUNTS_A_THREAD, entries)
+    mine = 0
+    for n in range(first, last):
+        mine += counts[n]
+    before, everything = sum_before(mine, cuda.blockDim.x)
+    for n in range(first, last):
+        count = counts[n]
+        counts[n] = before
+        before += count
+    if cuda.threadIdx.x == 0:
+        sums[cuda.blockIdx.x] = everything
+
+
+@device
+def scan_sums(sums, tiles):
+    """The same for the sums of the tiles, by one block."""
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    carried = 0
+    for first in range(0, tiles, threads):
+        tile = first + thread
+        mine = sums[tile] if tile < tiles else 0
+        before, everything = sum_before(mine, cuda.blockDim.x)
+        if tile < tiles:
+            sums[tile] = carried + before
+        carried += everything

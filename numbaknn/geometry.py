@@ -5,7 +5,8 @@ how a grid was chosen, and no answer does: cells only decide what need not be lo
 
 A grid is two small arrays. ``frame`` holds reals: the lower corner (x, y, z), the extents (x, y, z), the side of a
 cell, its reciprocal, the relative slack of a bound, the longest extent, and the smallest normal real. ``shape`` holds
-the number of cells along x, y and z. Cells are cubes; x varies fastest.
+the number of cells along x, y and z, where they begin in ``starts``, how far away the records of finer grids begin (see
+crowds.py), whose frames and shapes follow in the same arrays, and whether there are any. Cells are cubes; x varies fastest.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from numbaknn.jit import device
 from numbaknn.lanes import as_type_of, product, root, total
 
 FRAME_LENGTH = 11
-SHAPE_LENGTH = 3
+SHAPE_LENGTH = 6
 
 # Positions in `frame`
 LOW, EXTENT, CELL, PER_CELL, SLACK, LONGEST, SMALLEST = 0, 3, 6, 7, 8, 9, 10
+
+# Positions in `shape`, behind the numbers of cells
+ENTRY, CROWDS, CROWDED = 3, 4, 5
 
 # The longest row of cells. Far below 2^24, where float32 stops counting, so that cells stay wider than the rounding.
 MOST_CELLS_AN_AXIS = 1 << 20
@@ -280,13 +284,9 @@ def lay_cells(frame, shape, cell):
 
 
 @device
-def write_frame(frame, shape, count, occupied, points_a_cell, cell_size, most_cells, largest, smallest, eps):
-    """Lay the grid of `count` finite points: fill `frame` and `shape`.
-
-    `frame` comes in with the lowest coordinates at LOW and the highest at EXTENT. `occupied` is as in
-    cell_for_occupancy, and `points_a_cell` its aim; `cell_size` is the caller's wish, 0 for none. `largest`, `smallest`
-    and `eps` describe the precision of the points: the largest real, the smallest normal one, the spacing at 1.
-    """
+def measure_extents(frame, count, largest, smallest, eps):
+    """Fill a frame that holds the lowest coordinates of `count` points at LOW and the highest at EXTENT, but for its cells.
+    Returns the longest extent."""
     longest = 0.0
     for axis in range(3):
         extent = 0.0
@@ -300,14 +300,40 @@ def write_frame(frame, shape, count, occupied, points_a_cell, cell_size, most_ce
     frame[SLACK] = 8.0 * eps
     frame[LONGEST] = longest
     frame[SMALLEST] = smallest
-    # Without extent, or with one so small that 1 / cell overflows, there is one cell. Its side may be anything.
-    if not longest > smallest * MOST_CELLS_AN_AXIS * 4:
-        frame[CELL], frame[PER_CELL] = 1, 0
-        shape[0] = shape[1] = shape[2] = 1
-        return
-    cell = cell_size if cell_size > 0 else longest * cell_for_occupancy(occupied, count, points_a_cell)
+    return longest
+
+
+@device
+def lay_one_cell(frame, shape, longest, smallest):
+    """Whether there is one cell only, as the cloud has no extent, or one so small that 1 / cell overflows. Its side may be
+    anything."""
+    if longest > smallest * MOST_CELLS_AN_AXIS * 4:
+        return False
+    frame[CELL], frame[PER_CELL] = 1, 0
+    shape[0] = shape[1] = shape[2] = 1
+    return True
+
+
+@device
+def settle_cells(frame, shape, longest, cell, most_cells):
+    """Lay cells of a given side, or of a larger one if there would be too many."""
     cell = max(cell, longest / (MOST_CELLS_AN_AXIS - 1))
     cells = lay_cells(frame, shape, cell)
     while cells > most_cells:
         cell *= max(1.02, (cells / most_cells) ** (1.0 / 3.0))
         cells = lay_cells(frame, shape, cell)
+
+
+@device
+def write_frame(frame, shape, count, occupied, points_a_cell, cell_size, most_cells, largest, smallest, eps):
+    """Lay the grid of `count` finite points: fill `frame` and `shape`.
+
+    `frame` comes in with the lowest coordinates at LOW and the highest at EXTENT. `occupied` is as in
+    cell_for_occupancy, and `points_a_cell` its aim; `cell_size` is the caller's wish, 0 for none. `largest`, `smallest`
+    and `eps` describe the precision of the points: the largest real, the smallest normal one, the spacing at 1.
+    """
+    shape[ENTRY], shape[CROWDS], shape[CROWDED] = 0, 1, 0
+    longest = measure_extents(frame, count, largest, smallest, eps)
+    if not lay_one_cell(frame, shape, longest, smallest):
+        cell = cell_size if cell_size > 0 else longest * cell_for_occupancy(occupied, count, points_a_cell)
+        settle_cells(frame, shape, longest, cell, most_cells)

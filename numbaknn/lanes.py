@@ -590,6 +590,23 @@ def root(typing, real):
     return real(real), lower
 
 
+@instruction(lambda: None)
+def stays_apart(typing):
+    """Have the function that this stands in called, never inlined, on any target.
+
+    For what few items reach and what is long: inlined wherever it is called it would take registers from all others, and the
+    compiler's time.
+    """
+
+    def lower(context, builder, signature, arguments):
+        # a function that is compiled for one that is inlined comes in with the wish to be inlined itself
+        builder.function.attributes.discard("alwaysinline")
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.none(), lower
+
+
 @instruction(lambda condition: condition)
 def rarely(typing, condition):
     """`condition`, with the hint that it seldom holds: a processor's branch predictor then runs ahead of it, where the

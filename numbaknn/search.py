@@ -6,12 +6,15 @@ The same text for a CUDA thread and for the CPU loops.
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 
+from numbaknn.crowds import CROWD, grid_of_crowd, lowest_index
 from numbaknn.geometry import (
     CELL,
     EXTENT,
+    LONGEST,
     LOW,
     PER_CELL,
     SLACK,
@@ -29,7 +32,7 @@ from numbaknn.geometry import (
     vertex_along,
 )
 from numbaknn.jit import device, seldom
-from numbaknn.lanes import as_type_of, bits_of, load_point, product, rarely, root, total
+from numbaknn.lanes import as_type_of, bits_of, load_point, product, rarely, root, stays_apart, total
 from numbaknn.topk import before, filled, insert
 
 # Packed points that a scan reads at a time, and so one less that must be readable behind the last.
@@ -140,7 +143,7 @@ def next_radius(radius, whole, full):
     Once the list is full, whatever can still enter it lies in the ball of its last square: one pass over the cells that
     the ball touches ends the search. Until then the block is doubled.
     """
-    return whole if full else np.int32(min(2 * radius, whole))
+    return whole if full else np.int32(min(max(2 * radius, 1), whole))
 
 
 @device
@@ -155,123 +158,231 @@ def within_limit(squares, indices, missing, shrink):
     return squares[-1]
 
 
-@seldom
-def widen(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
-    """Go on from the first block of `search` until nothing nearer can be left."""
-    cell = frame[CELL]
-    place = place_of(x, y, z, frame, shape)
-    along_x, along_y, along_z = place
-    vertex_x, vertex_y, vertex_z = along_x[2], along_y[2], along_z[2]
-    all_xx = square_of_gap(along_x)
-    # The block of `done` cells on both sides of the vertex has been seen; now comes the one of `radius`.
-    radius, whole = np.int32(1), max(shape[0], max(shape[1], shape[2]))
-    while radius < whole:
-        done = radius
-        radius = next_radius(radius, whole, indices[-1] < missing)
-        limit = within_limit(squares, indices, missing, shrink)
-        first_y, last_y, first_z, last_z = rows_of_ball(place, radius, limit, frame, shape)
-        for row_z in range(first_z, np.int32(last_z + 1)):
-            gap_zz = square_of_gap_to(along_z, row_z, cell)
-            seen_z = is_within(row_z, vertex_z, done)
-            for row_y in range(first_y, np.int32(last_y + 1)):
-                gap_yy = square_of_gap_to(along_y, row_y, cell)
-                limit = within_limit(squares, indices, missing, shrink)
-                if total(total(all_xx, gap_yy), gap_zz) > limit:
-                    continue
-                row = row_of(row_y, row_z, shape[0], shape[1])
-                first, last = cells_of_ball(along_x, radius, limit, total(gap_yy, gap_zz), shape[0], frame)
-                if seen_z and is_within(row_y, vertex_y, done):
-                    # a row that runs through the block already seen: only the two ends are new
-                    end = np.int32(min(vertex_x - done - 1, last))
-                    if first <= end:
-                        slot, end = starts[np.uintp(row + first)], starts[np.uintp(row + end + 1)]
-                        squares, indices = scan(x, y, z, itself, slot, end, table, squares, indices)
-                    first = np.int32(max(vertex_x + done, first))
-                if first <= last:
-                    slot, end = starts[np.uintp(row + first)], starts[np.uintp(row + last + 1)]
-                    squares, indices = scan(x, y, z, itself, slot, end, table, squares, indices)
+@device
+def scan_equals(x, y, z, itself, table, starts, frame, shape, missing, squares, indices):
+    """Offer the points of a crowd of equal points, which are in cells by their index, until all that are left have indices
+    that are too high."""
+    square = square_distance(x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2])
+    for cell in range(shape[0]):
+        if before(squares[-1], indices[-1], square, as_type_of(lowest_index(cell, int(missing), shape), missing)):
+            break
+        begin, end = starts[np.uintp(cell)], starts[np.uintp(cell + 1)]
+        squares, indices = scan(x, y, z, itself, begin, end, table, squares, indices)
     return squares, indices
 
 
-@device
-def look_around(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
-    """The list after the 2 x 2 x 2 cells around the vertex nearest to a query, and whether nothing nearer can be left.
+# -- Grids and the finer grids in them -------------------------------------------------------------------------------
+#
+# The functions below are made for a number of refinements, as a compiled function can't call itself: a search in a grid
+# goes through the crowds among its cells by one that is made for one refinement less, and for 0 no cell is a crowd.
 
-    These cells reach half a cell or more in every direction. Nothing is known yet that could spare one, so there is
-    nothing to ask. The row of the query's own cell comes first: after it, less of what follows is nearer.
-    """
-    per_cell = frame[PER_CELL]
-    offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
-    count_x, count_y, count_z = shape[0], shape[1], shape[2]
-    vertex_x = vertex_along(offset_x, per_cell, count_x)
-    vertex_y = vertex_along(offset_y, per_cell, count_y)
-    vertex_z = vertex_along(offset_z, per_cell, count_z)
-    first_x, last_x = np.int32(max(vertex_x - 1, 0)), np.int32(min(vertex_x, count_x - 1))
-    cell = frame[CELL]
-    above_y = 1 if offset_y >= product(as_type_of(vertex_y, cell), cell) else 0
-    above_z = 1 if offset_z >= product(as_type_of(vertex_z, cell), cell) else 0
-    for step_z in range(2):
-        row_z = np.int32(vertex_z - 1 + (above_z ^ step_z))
-        if row_z < 0 or row_z >= count_z:
-            continue
-        for step_y in range(2):
-            row_y = np.int32(vertex_y - 1 + (above_y ^ step_y))
-            if row_y < 0 or row_y >= count_y:
+
+@cache
+def scan_cells_of(refinements):
+    """The function that offers the points in some cells of a row to the list."""
+    if refinements == 0:
+
+        @device
+        def scan_cells(
+            x, y, z, itself, first, last, upwards, table, starts, frame, shape, missing, shrink, squares, indices
+        ):
+            """Offer the points in the cells first..last of a row, one stretch of the table, to the list."""
+            begin, end = starts[np.uintp(first)], starts[np.uintp(last + 1)]
+            return scan(x, y, z, itself, begin, end, table, squares, indices)
+
+        return scan_cells
+
+    widen = widen_of(refinements - 1)
+
+    @seldom
+    def scan_crowds(
+        x, y, z, itself, first, last, upwards, table, starts, frame, shape, missing, shrink, squares, indices
+    ):
+        """`scan_cells` cell by cell, those that are crowds by their own grids. What is near comes first: after it, less of
+        the rest is."""
+        stays_apart()
+        cell, step = (first, 1) if upwards else (last, -1)
+        while first <= cell and cell <= last:
+            begin, end = starts[np.uintp(cell)], starts[np.uintp(cell + 1)]
+            cell = np.int32(cell + step)
+            if end - begin <= CROWD:
+                squares, indices = scan(x, y, z, itself, begin, end, table, squares, indices)
                 continue
-            row = row_of(row_y, row_z, count_x, count_y)
-            first, last = starts[np.uintp(row + first_x)], starts[np.uintp(row + last_x + 1)]
-            squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)
-    # Equal is not enough to stop: a point just outside could have the lower index.
-    reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)
-    return squares, indices, product(reach, reach) > within_limit(squares, indices, missing, shrink)
-
-
-@device
-def search(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
-    """The list (squares, indices) after every point that comes before its last slot has taken its place.
-
-    x, y, z: the query, finite. itself: the index of a point that must not be found, -1 for none. The list comes in
-    filled with a sentinel, the largest square that may be found and an index above all others, so that "comes before
-    the last slot" is the only question asked of a point.
-    """
-    squares, indices, complete = look_around(
-        x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices
-    )
-    if complete:
+            own_starts, own_frame, own_shape = grid_of_crowd(begin, starts, frame, shape)
+            grid = table, own_starts, own_frame, own_shape
+            if own_frame[LONGEST] == 0:
+                squares, indices = scan_equals(x, y, z, itself, *grid, missing, squares, indices)
+            else:
+                squares, indices = widen(x, y, z, itself, 0, *grid, missing, shrink, squares, indices)
         return squares, indices
-    return widen(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices)
+
+    @device
+    def scan_cells(
+        x, y, z, itself, first, last, upwards, table, starts, frame, shape, missing, shrink, squares, indices
+    ):
+        """Offer the points in the cells first..last of a row to the list.
+
+        They are one stretch of the table. It is read from its beginning to its end, unless it holds more points than its
+        cells may: then one of them is a crowd, whose own grid tells which of its points can be near. upwards: whether the
+        first cell is nearer to the query than the last.
+        """
+        begin, end = starts[np.uintp(first)], starts[np.uintp(last + 1)]
+        if rarely(end - begin > CROWD * (last - first + 1)):
+            grid = table, starts, frame, shape
+            return scan_crowds(x, y, z, itself, first, last, upwards, *grid, missing, shrink, squares, indices)
+        return scan(x, y, z, itself, begin, end, table, squares, indices)
+
+    return scan_cells
 
 
-@device
-def search_part_of_ball(part, parts, x, y, z, itself, done, radius, table, starts, frame, shape, squares, indices):
-    """The list after every `parts`-th row, from `part` on, of the cells that `widen` would look at next.
+@cache
+def widen_of(refinements):
+    """The function that searches what is left after the first block of cells."""
+    scan_cells = scan_cells_of(refinements)
 
-    For threads that share a query. Some of what has been seen, up to `done` cells from the vertex, is looked at again, which
-    changes no list of one: a point that is in it does not come before itself.
-    """
-    cell = frame[CELL]
-    place = place_of(x, y, z, frame, shape)
-    along_x, along_y, along_z = place
-    first_y, last_y, first_z, last_z = rows_of_ball(place, radius, squares[-1], frame, shape)
-    rows_y = np.uint32(last_y - first_y + 1)
-    number, rows = np.uint32(part), np.uint32(rows_y * np.uint32(last_z - first_z + 1))
-    while number < rows:
-        row_y = np.int32(first_y + np.int32(number % rows_y))
-        row_z = np.int32(first_z + np.int32(number // rows_y))
-        gap_yy, gap_zz = square_of_gap_to(along_y, row_y, cell), square_of_gap_to(along_z, row_z, cell)
-        first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
-        if is_within(row_y, along_y[2], done) and is_within(row_z, along_z[2], done):
-            # the row runs through the block already seen; unless it comes out at both ends, only one end is new
-            if first >= along_x[2] - done:
-                first = max(first, np.int32(along_x[2] + done))
-            elif last < along_x[2] + done:
-                last = np.int32(along_x[2] - done - 1)
-        if first <= last:
-            row = row_of(row_y, row_z, shape[0], shape[1])
-            first, last = starts[np.uintp(row + first)], starts[np.uintp(row + last + 1)]
-            squares, indices = scan(x, y, z, itself, first, last, table, squares, indices)
-        number = np.uint32(number + np.uint32(parts))
-    return squares, indices
+    @seldom
+    def widen(x, y, z, itself, radius, table, starts, frame, shape, missing, shrink, squares, indices):
+        """Go on from the block of `radius` cells around the nearest vertex, which has been seen, until nothing nearer can be
+        left.
+
+        A search of a crowd begins like this: with a radius of 0 nothing has been seen.
+        """
+        grid = table, starts, frame, shape
+        cell = frame[CELL]
+        place = place_of(x, y, z, frame, shape)
+        along_x, along_y, along_z = place
+        vertex_x, vertex_y, vertex_z, home_x = along_x[2], along_y[2], along_z[2], along_x[3]
+        all_xx = square_of_gap(along_x)
+        # The block of `done` cells on both sides of the vertex has been seen; now comes the one of `radius`.
+        radius, whole = np.int32(radius), max(shape[0], max(shape[1], shape[2]))
+        while radius < whole:
+            done = radius
+            radius = next_radius(radius, whole, indices[-1] < missing)
+            limit = within_limit(squares, indices, missing, shrink)
+            first_y, last_y, first_z, last_z = rows_of_ball(place, radius, limit, frame, shape)
+            for row_z in range(first_z, np.int32(last_z + 1)):
+                gap_zz = square_of_gap_to(along_z, row_z, cell)
+                seen_z = is_within(row_z, vertex_z, done)
+                for row_y in range(first_y, np.int32(last_y + 1)):
+                    gap_yy = square_of_gap_to(along_y, row_y, cell)
+                    limit = within_limit(squares, indices, missing, shrink)
+                    if total(total(all_xx, gap_yy), gap_zz) > limit:
+                        continue
+                    row = row_of(row_y, row_z, shape[0], shape[1])
+                    first, last = cells_of_ball(along_x, radius, limit, total(gap_yy, gap_zz), shape[0], frame)
+                    if seen_z and is_within(row_y, vertex_y, done):
+                        # a row that runs through the block already seen: only the two ends are new
+                        end = np.int32(min(vertex_x - done - 1, last))
+                        if first <= end:
+                            cells = np.int32(row + first), np.int32(row + end), False
+                            squares, indices = scan_cells(
+                                x, y, z, itself, *cells, *grid, missing, shrink, squares, indices
+                            )
+                        first = np.int32(max(vertex_x + done, first))
+                    if first <= last:
+                        cells = np.int32(row + first), np.int32(row + last), home_x <= first
+                        squares, indices = scan_cells(x, y, z, itself, *cells, *grid, missing, shrink, squares, indices)
+        return squares, indices
+
+    return widen
+
+
+@cache
+def search_of(refinements):
+    """The function that searches a grid for one query."""
+    scan_cells, widen = scan_cells_of(refinements), widen_of(refinements)
+
+    @device
+    def look_around(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
+        """The list after the 2 x 2 x 2 cells around the vertex nearest to a query, and whether nothing nearer can be left.
+
+        These cells reach half a cell or more in every direction. Nothing is known yet that could spare one, so there is
+        nothing to ask. The row of the query's own cell comes first: after it, less of what follows is nearer.
+        """
+        grid = table, starts, frame, shape
+        per_cell = frame[PER_CELL]
+        offset_x, offset_y, offset_z = x - frame[LOW], y - frame[LOW + 1], z - frame[LOW + 2]
+        count_x, count_y, count_z = shape[0], shape[1], shape[2]
+        vertex_x = vertex_along(offset_x, per_cell, count_x)
+        vertex_y = vertex_along(offset_y, per_cell, count_y)
+        vertex_z = vertex_along(offset_z, per_cell, count_z)
+        first_x, last_x = np.int32(max(vertex_x - 1, 0)), np.int32(min(vertex_x, count_x - 1))
+        cell = frame[CELL]
+        below_x = offset_x < product(as_type_of(vertex_x, cell), cell)
+        above_y = 1 if offset_y >= product(as_type_of(vertex_y, cell), cell) else 0
+        above_z = 1 if offset_z >= product(as_type_of(vertex_z, cell), cell) else 0
+        for step_z in range(2):
+            row_z = np.int32(vertex_z - 1 + (above_z ^ step_z))
+            if row_z < 0 or row_z >= count_z:
+                continue
+            for step_y in range(2):
+                row_y = np.int32(vertex_y - 1 + (above_y ^ step_y))
+                if row_y < 0 or row_y >= count_y:
+                    continue
+                row = row_of(row_y, row_z, count_x, count_y)
+                cells = np.int32(row + first_x), np.int32(row + last_x), below_x
+                squares, indices = scan_cells(x, y, z, itself, *cells, *grid, missing, shrink, squares, indices)
+        # Equal is not enough to stop: a point just outside could have the lower index.
+        reach = reach_of_block(offset_x, offset_y, offset_z, vertex_x, vertex_y, vertex_z, frame)
+        return squares, indices, product(reach, reach) > within_limit(squares, indices, missing, shrink)
+
+    @device
+    def search(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
+        """The list (squares, indices) after every point that comes before its last slot has taken its place.
+
+        x, y, z: the query, finite. itself: the index of a point that must not be found, -1 for none. The list comes in
+        filled with a sentinel, the largest square that may be found and an index above all others, so that "comes before
+        the last slot" is the only question asked of a point.
+        """
+        grid = table, starts, frame, shape
+        squares, indices, complete = look_around(x, y, z, itself, *grid, missing, shrink, squares, indices)
+        if complete:
+            return squares, indices
+        return widen(x, y, z, itself, 1, *grid, missing, shrink, squares, indices)
+
+    return search
+
+
+@cache
+def search_part_of_ball_of(refinements):
+    """The function for threads that share a query."""
+    scan_cells = scan_cells_of(refinements)
+
+    @device
+    def search_part_of_ball(
+        part, parts, x, y, z, itself, done, radius, table, starts, frame, shape, missing, squares, indices
+    ):
+        """The list after every `parts`-th row, from `part` on, of the cells that `widen` would look at next.
+
+        Some of what has been seen, up to `done` cells from the vertex, is looked at again, which changes no list of one: a
+        point that is in it does not come before itself.
+        """
+        grid = table, starts, frame, shape
+        cell = frame[CELL]
+        place = place_of(x, y, z, frame, shape)
+        along_x, along_y, along_z = place
+        first_y, last_y, first_z, last_z = rows_of_ball(place, radius, squares[-1], frame, shape)
+        rows_y = np.uint32(last_y - first_y + 1)
+        number, rows = np.uint32(part), np.uint32(rows_y * np.uint32(last_z - first_z + 1))
+        while number < rows:
+            row_y = np.int32(first_y + np.int32(number % rows_y))
+            row_z = np.int32(first_z + np.int32(number // rows_y))
+            gap_yy, gap_zz = square_of_gap_to(along_y, row_y, cell), square_of_gap_to(along_z, row_z, cell)
+            first, last = cells_of_ball(along_x, radius, squares[-1], total(gap_yy, gap_zz), shape[0], frame)
+            if is_within(row_y, along_y[2], done) and is_within(row_z, along_z[2], done):
+                # the row runs through the block already seen; unless it comes out at both ends, only one end is new
+                if first >= along_x[2] - done:
+                    first = max(first, np.int32(along_x[2] + done))
+                elif last < along_x[2] + done:
+                    last = np.int32(along_x[2] - done - 1)
+            if first <= last:
+                row = row_of(row_y, row_z, shape[0], shape[1])
+                cells = np.int32(row + first), np.int32(row + last), along_x[3] <= first
+                squares, indices = scan_cells(x, y, z, itself, *cells, *grid, missing, None, squares, indices)
+            number = np.uint32(number + np.uint32(parts))
+        return squares, indices
+
+    return search_part_of_ball
 
 
 @device
@@ -326,60 +437,67 @@ def write_answer(
         add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, row * k, count, k, indices)
 
 
-@device
-def answer(
-    row,
-    queries,
-    among_themselves,
-    points,
-    point_count,
-    dimensions,
-    table,
-    starts,
-    frame,
-    shape,
-    limit,
-    bounded,
-    k,
-    slots,
-    squared,
-    shrink,
-    distances,
-    indices,
-):
-    """Find the k nearest points of query `row` and write them to its row of the output.
+@cache
+def answer_of(refinements):
+    """The function that answers one query."""
+    search = search_of(refinements)
 
-    queries, points: flat, `dimensions` reals a row. among_themselves: the queries are the points, each without itself.
-    limit: the largest square that may be found; bounded: whether it comes from the caller, so that overflown squares
-    are out too. slots: a tuple as long as the list. shrink: as in within_limit. distances, indices: flat, k a row.
-    """
-    x, y, z = read_point(queries, row, dimensions)
-    blocked = len(slots) - k
-    missing = as_type_of(point_count, bits_of(limit))
-    # Blocked slots lie below every neighbour: nothing ever moves them, and the last slot is always the k-th.
-    squares_list = filled(limit, as_type_of(-2, limit), blocked, slots)
-    indices_list = filled(missing, as_type_of(-1, missing), blocked, slots)
-    itself = row if among_themselves else -1
-    if is_finite(x, y, z):
-        squares_list, indices_list = search(
-            x, y, z, itself, table, starts, frame, shape, missing, shrink, squares_list, indices_list
-        )
-    found = squares_list, indices_list
-    write_answer(
+    @device
+    def answer(
         row,
-        x,
-        y,
-        z,
-        itself,
+        queries,
+        among_themselves,
         points,
         point_count,
         dimensions,
+        table,
         starts,
+        frame,
         shape,
+        limit,
         bounded,
         k,
+        slots,
         squared,
+        shrink,
         distances,
         indices,
-        found,
-    )
+    ):
+        """Find the k nearest points of query `row` and write them to its row of the output.
+
+        queries, points: flat, `dimensions` reals a row. among_themselves: the queries are the points, each without itself.
+        limit: the largest square that may be found; bounded: whether it comes from the caller, so that overflown squares
+        are out too. slots: a tuple as long as the list.  shrink: as in within_limit. distances, indices: flat, k a row.
+        """
+        x, y, z = read_point(queries, row, dimensions)
+        blocked = len(slots) - k
+        missing = as_type_of(point_count, bits_of(limit))
+        # Blocked slots lie below every neighbour: nothing ever moves them, and the last slot is always the k-th.
+        squares_list = filled(limit, as_type_of(-2, limit), blocked, slots)
+        indices_list = filled(missing, as_type_of(-1, missing), blocked, slots)
+        itself = row if among_themselves else -1
+        if is_finite(x, y, z):
+            squares_list, indices_list = search(
+                x, y, z, itself, table, starts, frame, shape, missing, shrink, squares_list, indices_list
+            )
+        found = squares_list, indices_list
+        write_answer(
+            row,
+            x,
+            y,
+            z,
+            itself,
+            points,
+            point_count,
+            dimensions,
+            starts,
+            shape,
+            bounded,
+            k,
+            squared,
+            distances,
+            indices,
+            found,
+        )
+
+    return answer

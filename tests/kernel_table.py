@@ -14,22 +14,23 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import balls, batches, binning, copying, interpolation, lists, neighbors, rows
+from numbaknn.kernels import balls, batches, binning, copying, crowds, interpolation, lists, neighbors, rows
 from numbaknn.launch import has_device
 
 REAL = "REAL"
 
 ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y",
-    types.int32: "shape shapes starts cells ranks sums marks",
-    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges",
+    types.int32: "shape shapes starts cells ranks sums marks crowded",
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes",
     types.float64: "means",
     types.boolean: "flags",
 }
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count",
+    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count "
+    "entries first_entry level",
     types.float64: "points_a_cell cell_size largest smallest eps",
     types.boolean: "among_themselves bounded squared uniform rooted",
 }
@@ -45,8 +46,9 @@ class Entry:
 
     registers: as measured for sm_90 in float32 and in float64; MARGIN more are let pass. loads, stores: at least so many
     128-bit loads and stores. fused: whether products and sums of reals may be fused. reals: the types that it is compiled
-    for. threads: the size of its blocks, if that is compiled in. own: see above.
-    scalars: names of arguments that are a REAL scalar in this kernel alone.
+    for. threads: the size of its blocks, if that is compiled in. own: see above. scalars:
+    names of arguments that are a REAL scalar in this kernel alone. calls: whether it may call functions, for which it saves
+    registers in memory.
     """
 
     kernel: object
@@ -57,6 +59,7 @@ class Entry:
     reals: tuple = (types.float32, types.float64)
     threads: int | None = None
     own: dict = field(default_factory=dict)
+    calls: bool = False
     scalars: str = ""
 
 
@@ -75,6 +78,13 @@ KERNELS = {
     "scan_sums_kernel": Entry(binning.scan_sums_kernel, (32,)),
     "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
     "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
+    "clear_crowds_kernel": Entry(crowds.clear_crowds_kernel, (32,)),
+    "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (20, 20)),
+    "frames_of_crowds_kernel": Entry(crowds.frames_of_crowds_kernel, (38, 40), fused=True),
+    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (28, 31)),
+    "scan_tiles_of_crowds_kernel": Entry(crowds.scan_tiles_of_crowds_kernel, (32,)),
+    "scan_sums_of_crowds_kernel": Entry(crowds.scan_sums_of_crowds_kernel, (32,)),
+    "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (20,)),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
     "convert_kernel": Entry(copying.convert_kernel, (12,), own={"source": types.float32, "target": types.float64}),
     "take_rows_kernel": Entry(
@@ -86,7 +96,7 @@ KERNELS = {
 for threads, real, registers in ((1024, types.float32, (57, 64, 64)), (512, types.float64, (76, 95, 95))):
     KERNELS |= {
         f"build_kernel[{threads}, {dimensions}]": Entry(
-            binning.build_kernel(threads, dimensions), (most,), fused=True, reals=(real,), threads=threads
+            binning.build_kernel(threads, dimensions), (most,), fused=True, reals=(real,), threads=threads, calls=True
         )
         for dimensions, most in zip((1, 2, 3), registers)
     }
@@ -102,6 +112,12 @@ for among_themselves in (False, True):
         }
     kernel = neighbors.nearest_kernel(among_themselves)
     KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (74, 108), loads=4)
+KERNELS |= {
+    f"knn_among_crowds_kernel[{slots}]": Entry(
+        neighbors.knn_among_crowds_kernel(slots), (255, 255), loads=1, scalars="shrink", calls=True
+    )
+    for slots in (1, *KNN_REGISTERS)
+}
 
 KERNELS |= {
     "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),

@@ -115,8 +115,9 @@ def test_no_spills_and_few_registers(assembled, identifier):
     entry, _, number = VARIANTS[identifier]
     registers, functions, entries = assembled(identifier)
     assert len(entries) == 1
-    assert all(stores == loads == 0 for _, stores, loads in functions.values()), functions
-    assert functions[entries[0]][0] == 0, "the kernel has a stack frame"
+    if not entry.calls:
+        assert all(stores == loads == 0 for _, stores, loads in functions.values()), functions
+        assert functions[entries[0]][0] == 0, "the kernel has a stack frame"
     assert registers <= entry.registers[number] + kernel_table.MARGIN
 
 
@@ -143,6 +144,6 @@ def test_compiles_for(compiled, identifier, capability):
         assert not re.search(r"\bfma\.rn\.f(32|64)\b", ptx)
         # with .ftz subnormal numbers would count as zero
         assert ".ftz" not in ptx and ".approx" not in ptx
-    if identifier in NEIGHBORS:
+    if identifier in NEIGHBORS and not entry.calls:
         assert ".local" not in ptx
         assert not re.search(r"\bcall\b", ptx)

@@ -23,7 +23,7 @@ from numbaknn.batches import (
     view_of,
     write_edges,
 )
-from numbaknn.block import largest_six_in_block, sum_in_block
+from numbaknn.block import largest_six_in_block, scan_tile, sum_in_block
 from numbaknn.geometry import (
     FRAME_LENGTH,
     LATTICES,
@@ -48,11 +48,10 @@ from numbaknn.kernels.binning import (
     mark_of_point,
     points_of_thread,
     read_box,
-    scan_tile,
 )
 from numbaknn.kernels.lists import answer_in_block
 from numbaknn.lanes import as_type_of, bits_of, fold, order_key, store_point
-from numbaknn.search import answer
+from numbaknn.search import answer_of
 
 # -- Building --------------------------------------------------------------------------------------------------------
 
@@ -172,6 +171,10 @@ def scatter_clouds_kernel(points, dimensions, rows, parts, borders, each, starts
 
 
 # -- Queries ---------------------------------------------------------------------------------------------------------
+
+
+# Cells of a cloud in a batch have no finer grids.
+answer = answer_of(0)
 
 
 @cache

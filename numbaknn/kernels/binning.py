@@ -12,8 +12,10 @@ from functools import cache
 import numpy as np
 from numba import cuda, int32, int64
 
-from numbaknn.block import largest_six_in_block, sum_before, sum_in_block
+from numbaknn.block import largest_six_in_block, scan_sums, scan_tile, sum_before, sum_in_block
+from numbaknn.crowds import CROWD, REFINEMENTS, entries_before, level_entries, most_crowds
 from numbaknn.geometry import (
+    CROWDED,
     EXTENT,
     FINEST_LATTICE,
     FRAME_LENGTH,
@@ -29,14 +31,19 @@ from numbaknn.geometry import (
     write_frame,
 )
 from numbaknn.jit import device, kernel
-from numbaknn.lanes import as_type_of, bits_of, fold, order_key, product, real_of_key, store_point
+from numbaknn.kernels.crowds import (
+    NOTHING,
+    clear_box,
+    entry_in_crowd,
+    grow_box_of_crowd,
+    lay_numbered_crowd,
+    stretch_of,
+)
+from numbaknn.lanes import as_type_of, bits_of, fold, order_key, product, real_of_key, stays_apart, store_point
 
 # `bounds` holds the order keys of the highest coordinates, those of the lowest ones negated, and the number of finite
 # points: seven int64.
 BOUNDS_LENGTH = 7
-
-# Below the order key of every real.
-NOTHING = -(2**63)
 
 # Marks of the finest lattice: a bit a cell, an int32 for each row along x.
 MARKS_LENGTH = FINEST_LATTICE * FINEST_LATTICE
@@ -52,9 +59,6 @@ FIRST_BITS = (0xFFFF, 0x5555, 0x1111, 0x0101)
 # Points that a thread of a block reads at a time.
 POINTS_A_THREAD = 8
 
-# Cells that one thread of a scan adds up by itself.
-CELLS_A_THREAD = 8
-
 
 @kernel
 def first_bad_row_kernel(coordinates, dimensions, rows, first):
@@ -67,15 +71,17 @@ def first_bad_row_kernel(coordinates, dimensions, rows, first):
 
 
 @kernel
-def clear_kernel(bounds, marks, starts):
-    """Set the counts of the cells and the marks to zero, the bounds to those of nothing."""
+def clear_kernel(entries, bounds, marks, crowded, starts):
+    """Set the counts of the cells and the marks to zero, the bounds to those of nothing. No cell is a crowd yet."""
     first, threads = cuda.grid(1), cuda.gridsize(1)
-    for n in range(first, starts.size, threads):
+    for n in range(first, entries, threads):
         starts[n] = 0
     for n in range(first, marks.size, threads):
         marks[n] = 0
     for n in range(first, BOUNDS_LENGTH, threads):
         bounds[n] = NOTHING if n < 6 else 0
+    if first < REFINEMENTS:
+        crowded[first] = 0
 
 
 @device
@@ -252,37 +258,21 @@ def frame_kernel(bounds, marks, points_a_cell, cell_size, most_cells, largest, s
 
 
 @kernel
-def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks):
-    """The cell of each point (-1: not finite), its rank among the points of that cell, and the counts of the cells."""
+def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks, crowded):
+    """The cell of each point (-1: not finite), its rank among the points of that cell, the counts of the cells, and whether
+    one of them is a crowd."""
     row = cuda.grid(1)
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
             cell = cell_of(x, y, z, read_grid(frame, shape))
             cells[row] = cell
-            ranks[row] = cuda.atomic.add(starts, cell, 1)
+            rank = cuda.atomic.add(starts, cell, 1)
+            ranks[row] = rank
+            if rank == CROWD:
+                crowded[0] = shape[CROWDED] = 1
         else:
             cells[row] = -1
-
-
-@device
-def scan_tile(starts, entries, sums):
-    """Turn the counts of this block's tile, of so many entries in all, into sums of the counts before, and note its sum.
-
-    A tile is CELLS_A_THREAD cells for every thread of a block.
-    """
-    first = cuda.grid(1) * CELLS_A_THREAD
-    last = min(first + CELLS_A_THREAD, entries)
-    mine = 0
-    for cell in range(first, last):
-        mine += starts[cell]
-    before, everything = sum_before(mine, cuda.blockDim.x)
-    for cell in range(first, last):
-        count = starts[cell]
-        starts[cell] = before
-        before += count
-    if cuda.threadIdx.x == 0:
-        sums[cuda.blockIdx.x] = everything
 
 
 @kernel
@@ -294,15 +284,7 @@ def scan_tiles_kernel(starts, shape, sums):
 @kernel
 def scan_sums_kernel(sums, tiles):
     """The same for the sums of the tiles. One block."""
-    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-    carried = 0
-    for first in range(0, tiles, threads):
-        tile = first + thread
-        mine = sums[tile] if tile < tiles else 0
-        before, everything = sum_before(mine, cuda.blockDim.x)
-        if tile < tiles:
-            sums[tile] = carried + before
-        carried += everything
+    scan_sums(sums, tiles)
 
 
 @kernel
@@ -360,6 +342,13 @@ def half_of(cell):
 
 
 @device
+def add_to_half(counts, cell, count):
+    """Add to the counter of a cell, which is half a word of `counts`; what it held before."""
+    before = np.uint32(cuda.atomic.add(counts, np.uintp(cell >> ONE), int32(count << half_of(cell))))
+    return int32(before >> half_of(cell) & HALF)
+
+
+@device
 def mark_point(state, point, marks_and_lattice):
     """Mark the lattice cell of a point."""
     x, y, z = point
@@ -371,16 +360,18 @@ def mark_point(state, point, marks_and_lattice):
 
 
 @device
-def count_point(row, point, counts_grid_cells_ranks_threads):
-    """Count the point of a row in its cell, whose counter is half a word of `counts`, and note the cell (-1 for a point
-    that is not finite) and its rank there. Returns the thread's next row."""
+def count_point(row, point, counts_grid_cells_ranks_crowded_threads):
+    """Count the point of a row in its cell, and note the cell (-1 for a point that is not finite), its rank there, and
+    whether the cell is a crowd. Returns the thread's next row."""
     x, y, z = point
-    counts, grid, cells, ranks, threads = counts_grid_cells_ranks_threads
+    counts, grid, cells, ranks, crowded, threads = counts_grid_cells_ranks_crowded_threads
     if is_finite(x, y, z):
         cell = np.uint32(cell_of(x, y, z, grid))
-        before = np.uint32(cuda.atomic.add(counts, np.uintp(cell >> ONE), int32(ONE << half_of(cell))))
+        rank = add_to_half(counts, cell, ONE)
         cells[np.uintp(row)] = int32(cell)
-        ranks[np.uintp(row)] = int32(before >> half_of(cell) & HALF)
+        ranks[np.uintp(row)] = rank
+        if rank == CROWD:
+            crowded[0] = 1
     elif row < cells.size:
         cells[np.uintp(row)] = -1
     return np.uint32(row + np.uint32(threads))
@@ -419,6 +410,54 @@ def write_starts(sums, starts, entries, threads):
         n = np.uint32(n + np.uint32(threads))
 
 
+@device
+def count_crowds_in_block(
+    level,
+    first_entry,
+    points,
+    dimensions,
+    rows,
+    threads,
+    largest,
+    smallest,
+    eps,
+    words,
+    crowded,
+    boxes,
+    frames,
+    shapes,
+    starts,
+    cells,
+    ranks,
+):
+    """Lay grids over the crowds of a level, give their points new cells and ranks, and count the points of these cells.
+
+    One block; kernels/crowds.py has the same for many. `words`: shared memory, for a 16-bit counter an entry of a level.
+    """
+    stays_apart()
+    thread, crowds = cuda.threadIdx.x, most_crowds(rows)
+    for number in range(thread, crowds, threads):
+        clear_box((level - 1) * crowds + number, boxes)
+    clear(words, np.uint32((level_entries(rows) >> 1) + 1), threads)
+    cuda.syncthreads()
+    for row in range(thread, rows, threads):
+        grow_box_of_crowd(row, level, points, dimensions, rows, starts, cells, boxes)
+    cuda.syncthreads()
+    for number in range(thread, crowds, threads):
+        lay_numbered_crowd(number, level, rows, first_entry, largest, smallest, eps, boxes, frames, shapes)
+    cuda.syncthreads()
+    for row in range(thread, rows, threads):
+        begin, count = stretch_of(row, starts, cells)
+        if count > CROWD:
+            entry = entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes)
+            rank = add_to_half(words, np.uint32(entry - first_entry), ONE)
+            cells[row], ranks[row] = entry, rank
+            if rank == CROWD and level < REFINEMENTS:
+                crowded[level] = 1
+        elif count > 0 and ranks[row] == 0:
+            add_to_half(words, np.uint32(entries_before(begin)), np.uint32(count))
+
+
 @cache
 def build_kernel(threads, dimensions):
     """The kernel for one block of so many threads. What doesn't change from call to call is compiled in: the addresses of
@@ -439,10 +478,14 @@ def build_kernel(threads, dimensions):
         starts,
         cells,
         ranks,
+        boxes,
+        first_entry,
     ):
         """All stages but the last of a cloud of no more than POINTS_A_THREAD points a thread.
 
-        Shared memory: a 16-bit counter for each of `most_cells` cells and one more, two to a word.
+        Shared memory: a 16-bit counter for each of `most_cells` cells, or of the entries of a level of crowds, and one more,
+        two to a word. boxes, first_entry: for
+        crowds, as in kernels/crowds.py.
         """
         thread, rows = cuda.threadIdx.x, np.int32(rows)
         words = cuda.shared.array(0, int32)
@@ -450,9 +493,11 @@ def build_kernel(threads, dimensions):
         occupied = cuda.shared.array(LATTICES, int64)
         block_frame = cuda.shared.array(FRAME_LENGTH, points.dtype)
         block_shape = cuda.shared.array(SHAPE_LENGTH, int32)
+        crowded = cuda.shared.array(REFINEMENTS, int32)
 
         mine = points_of_thread(points, thread, threads, rows, dimensions)
         clear(marks, np.uint32(MARKS_LENGTH), threads)
+        clear(crowded, np.uint32(REFINEMENTS), threads)
         clear(words, np.uint32((most_cells >> 1) + 1), threads)
 
         box = largest_six_in_block(fold(grow_box, empty_box(points[0]), mine, ()), points, threads)
@@ -481,12 +526,41 @@ def build_kernel(threads, dimensions):
         copy(block_shape, shape, np.uint32(SHAPE_LENGTH), threads)
 
         grid = read_grid(block_frame, block_shape)
-        fold(count_point, np.uint32(thread), mine, (words, grid, cells, ranks, threads))
+        fold(count_point, np.uint32(thread), mine, (words, grid, cells, ranks, crowded, threads))
         cuda.syncthreads()
 
-        cell_count = np.int32(block_shape[0] * block_shape[1] * block_shape[2])
-        sum_counts(words, np.uint32((cell_count >> 1) + 1), threads)
-        cuda.syncthreads()
-        write_starts(words, starts, np.uint32(cell_count + 1), threads)
+        first, entries = np.int32(0), np.uint32(block_shape[0] * block_shape[1] * block_shape[2] + 1)
+        level = 0
+        while True:
+            sum_counts(words, np.uint32((entries >> ONE) + ONE), threads)
+            cuda.syncthreads()
+            write_starts(words, starts[first:], entries, threads)
+            if level == REFINEMENTS or crowded[level] == 0:
+                return
+            cuda.syncthreads()
+            level += 1
+            if thread == 0:
+                shape[CROWDED] = 1
+            first, entries = np.int32(first_entry if level == 1 else first + entries), np.uint32(level_entries(rows))
+            count_crowds_in_block(
+                level,
+                first,
+                points,
+                dimensions,
+                rows,
+                threads,
+                largest,
+                smallest,
+                eps,
+                words,
+                crowded,
+                boxes,
+                frame,
+                shape,
+                starts,
+                cells,
+                ranks,
+            )
+            cuda.syncthreads()
 
     return build_kernel

@@ -8,7 +8,9 @@ import numpy as np
 from numba import cuda, int32
 
 from numbaknn.block import EVERY_LANE, WARP, lanes_with
+from numbaknn.crowds import REFINEMENTS
 from numbaknn.geometry import (
+    CROWDED,
     LOW,
     PER_CELL,
     is_finite,
@@ -20,13 +22,18 @@ from numbaknn.geometry import (
 )
 from numbaknn.jit import device, kernel
 from numbaknn.lanes import as_type_of, bits_of, load_point, product, root
-from numbaknn.search import answer, next_radius, search_part_of_ball, write_answer
+from numbaknn.search import answer_of, next_radius, search_part_of_ball_of, write_answer
 from numbaknn.topk import before
 
 # Threads that share a query of nearest_kernel which has to go on.
 HELPERS = min(8, WARP)
 # Queries of the largest block.
 MOST_QUERIES = 256
+
+# Most clouds have no crowds, and the kernels for them know nothing of any: they and the kernel for clouds that have are
+# launched both, and the device knows which of them has something to do.
+answer, answer_among_crowds = answer_of(0), answer_of(REFINEMENTS)
+search_part_of_ball = search_part_of_ball_of(0)
 
 # Numbers of 32 bits, so that what they are added to keeps its size.
 NONE, ONE = np.int32(0), np.int32(1)
@@ -56,7 +63,7 @@ def knn_kernel(capacity, among_themselves):
         indices,
     ):
         row = cuda.grid(1)
-        if row < query_count:
+        if row < query_count and shape[CROWDED] == 0:
             answer(
                 row,
                 queries,
@@ -107,7 +114,7 @@ def knn_eps_kernel(capacity, among_themselves):
         indices,
     ):
         row = cuda.grid(1)
-        if row < query_count:
+        if row < query_count and shape[CROWDED] == 0:
             answer(
                 row,
                 queries,
@@ -130,6 +137,59 @@ def knn_eps_kernel(capacity, among_themselves):
             )
 
     return knn_eps_kernel
+
+
+@cache
+def knn_among_crowds_kernel(capacity):
+    """The kernel for clouds with crowds, for lists of this capacity."""
+    slots = (0,) * capacity
+
+    @kernel
+    def knn_among_crowds_kernel(
+        query_count,
+        queries,
+        points,
+        point_count,
+        dimensions,
+        table,
+        starts,
+        frame,
+        shape,
+        limit,
+        bounded,
+        among_themselves,
+        k,
+        squared,
+        shrink,
+        distances,
+        indices,
+    ):
+        """As many threads as the device has room for: each answers one query after another. Without an eps `shrink` is 1."""
+        if shape[CROWDED] == 0:
+            return
+        for row in range(cuda.grid(1), query_count, cuda.gridsize(1)):
+            answer_among_crowds(
+                row,
+                queries,
+                among_themselves,
+                points,
+                point_count,
+                dimensions,
+                table,
+                starts,
+                frame,
+                shape,
+                limit,
+                bounded,
+                k,
+                slots,
+                squared,
+                shrink,
+                distances,
+                indices,
+            )
+
+    return knn_among_crowds_kernel
 
 
 @device
@@ -257,6 +317,8 @@ def nearest_kernel(among_themselves):
             waiting[0] = 0
         cuda.syncthreads()
 
+        if shape[CROWDED] != 0:
+            return
         row = cuda.grid(1)
         first_row = row - thread
         if row < query_count:
@@ -290,7 +352,21 @@ def nearest_kernel(among_themselves):
                     done = radius
                     radius = next_radius(done, whole, index < missing)
                     (square,), (index,) = search_part_of_ball(
-                        lane, HELPERS, x, y, z, itself, done, radius, table, starts, frame, shape, (square,), (index,)
+                        lane,
+                        HELPERS,
+                        x,
+                        y,
+                        z,
+                        itself,
+                        done,
+                        radius,
+                        table,
+                        starts,
+                        frame,
+                        shape,
+                        missing,
+                        (square,),
+                        (index,),
                     )
                 square, index = nearest_of_lanes(square, index, HELPERS)
             if helping and lane == 0:

@@ -148,13 +148,15 @@ def fill_buckets(first, last, cells, cells_a_bucket, cursors, order):
 
 @part_of_loop
 def sort_bucket(points, dimensions, cells, order, first, last, first_cell, last_cell, cursors, starts, table):
-    """Pack the points of one bucket, order[first:last], by cell, and note where each of its cells starts."""
+    """Pack the points of one bucket, order[first:last], by cell, and note where each of its cells starts; how many points
+    the fullest has."""
     for place in range(first, last):
         cursors[cells[order[place]] - first_cell] += 1
-    start = first
+    start, most = first, 0
     for cell in range(first_cell, last_cell):
         starts[cell] = start
         count = cursors[cell - first_cell]
+        most = max(most, count)
         cursors[cell - first_cell] = start
         start += count
     for place in range(first, last):
@@ -163,11 +165,13 @@ def sort_bucket(points, dimensions, cells, order, first, last, first_cell, last_
         slot = cursors[cells[row] - first_cell]
         cursors[cells[row] - first_cell] += 1
         store_point(table, slot, x, y, z, as_type_of(row, bits_of(x)))
+    return most
 
 
 @loop
 def bin_points(points, dimensions, rows, frame, shape, most_buckets, starts, table, chunks):
-    """Fill `starts` (one entry a cell and one more) and `table` (packed points by cell, by index within a cell)."""
+    """Fill `starts` (one entry a cell and one more) and `table` (packed points by cell, by index within a cell); how many
+    points the fullest cell has."""
     cell_count = int(shape[0]) * int(shape[1]) * int(shape[2])
     cells_a_bucket = cell_count if chunks == 1 else (cell_count + most_buckets - 1) // most_buckets
     buckets = (cell_count + cells_a_bucket - 1) // cells_a_bucket
@@ -179,9 +183,9 @@ def bin_points(points, dimensions, rows, frame, shape, most_buckets, starts, tab
         cursors[0, 0] = 0
         fill_buckets(0, rows, cells, cells_a_bucket, cursors[0], order)
         counts = np.zeros(cell_count, np.int32)
-        sort_bucket(points, dimensions, cells, order, 0, count, 0, cell_count, counts, starts, table)
+        most = sort_bucket(points, dimensions, cells, order, 0, count, 0, cell_count, counts, starts, table)
         starts[cell_count] = count
-        return
+        return most
     for chunk in prange(chunks):
         first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
         count_buckets(points, dimensions, first, last, frame, shape, cells_a_bucket, cells, cursors[chunk])
@@ -194,6 +198,7 @@ def bin_points(points, dimensions, rows, frame, shape, most_buckets, starts, tab
             cursors[chunk, bucket] = start
             start += count
     borders[buckets] = start
+    fullest = np.zeros(buckets, np.int64)
     for chunk in prange(chunks):
         first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
         fill_buckets(first, last, cells, cells_a_bucket, cursors[chunk], order)
@@ -201,5 +206,8 @@ def bin_points(points, dimensions, rows, frame, shape, most_buckets, starts, tab
         first_cell, last_cell = bucket * cells_a_bucket, min((bucket + 1) * cells_a_bucket, cell_count)
         first, last = borders[bucket], borders[bucket + 1]
         counts = np.zeros(last_cell - first_cell, np.int32)
-        sort_bucket(points, dimensions, cells, order, first, last, first_cell, last_cell, counts, starts, table)
+        fullest[bucket] = sort_bucket(
+            points, dimensions, cells, order, first, last, first_cell, last_cell, counts, starts, table
+        )
     starts[cell_count] = start
+    return fullest.max()

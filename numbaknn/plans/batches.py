@@ -13,6 +13,7 @@ import numpy as np
 from numba.np.numpy_support import from_dtype
 
 from numbaknn.batches import MORE_CELLS, first_cell_of
+from numbaknn.block import COUNTS_A_THREAD
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.kernels import balls as sums
 from numbaknn.kernels import batches as stages
@@ -185,7 +186,7 @@ class DeviceClouds:
         marks = self._empty(clouds * binning.MARKS_LENGTH, np.int32)
         cells, ranks = self._empty(rows, np.int32), self._empty(rows, np.int32)
         starts, entries = self._starts, self._starts.size
-        tile = BINNING_THREADS * binning.CELLS_A_THREAD
+        tile = BINNING_THREADS * COUNTS_A_THREAD
         tiles = -(-entries // tile)
         sums_of_tiles = self._empty(tiles, np.int32)
         points = self.points, self.dimensions, rows, parts, self._borders, each
@@ -223,7 +224,7 @@ class DeviceClouds:
             Launch(stages.scatter_clouds_kernel, items, threads, *points, starts, cells, ranks, self._table),
         ]
 
-    def query_launch(self, queries, count, options, distances, indices):
+    def query_launches(self, queries, count, options, distances, indices):
         """The prepared launch of a query; queries=None asks for the points themselves."""
         among_themselves = queries is None
         k, dtype, layout = options.k, self.dtype, self._layout
@@ -254,13 +255,15 @@ class DeviceClouds:
             asked = *asked, among_themselves, mantissa_of(dtype)
             if shared_bytes > LIST_BYTES:
                 kernel = stages.long_list_in_clouds_kernel
-                return Launch(kernel, count * threads, threads, *asked, distances, indices)
+                return [Launch(kernel, count * threads, threads, *asked, distances, indices)]
             kernel = stages.list_in_clouds_kernel(from_dtype(dtype))
-            return Launch(kernel, count * threads, threads, *asked, room, distances, indices, shared_bytes=shared_bytes)
+            return [
+                Launch(kernel, count * threads, threads, *asked, room, distances, indices, shared_bytes=shared_bytes)
+            ]
         shrink = shrink_of(options.eps, dtype)
         kernel = stages.knn_in_clouds_kernel(capacity(k), among_themselves, shrink is not None)
         shrink = dtype.type(1) if shrink is None else shrink
-        return Launch(kernel, count, QUERY_THREADS, *asked, shrink, distances, indices)
+        return [Launch(kernel, count, QUERY_THREADS, *asked, shrink, distances, indices)]
 
 
 def host_grids(rows, dimensions, dtype, layout, borders):
@@ -290,7 +293,7 @@ def run_batch_once(shape, layout, count, options, dtype, library, points, querie
 
     if shape[0] > MOST_KEPT_ROWS:
         grids = device_grids(points, *shape, dtype, library, layout, borders)
-        for launch in (*grids.launches, grids.query_launch(queries, count, options, *answer)):
+        for launch in (*grids.launches, *grids.query_launches(queries, count, options, *answer)):
             launch.run(stream)
         keep_if_captured(grids, stream)
         return

@@ -13,13 +13,17 @@ import numba
 import numpy as np
 from numba.np.numpy_support import from_dtype
 
+from numbaknn.block import COUNTS_A_THREAD
+from numbaknn.crowds import CROWD, REFINEMENTS, level_entries, most_crowds
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.keeping import Kept
 from numbaknn.kernels import binning as stages
+from numbaknn.kernels import crowds as crowd_stages
 from numbaknn.kernels.lists import MOST_THREADS, list_kernel, long_list_kernel
-from numbaknn.kernels.neighbors import knn_eps_kernel, knn_kernel, nearest_kernel
+from numbaknn.kernels.neighbors import knn_among_crowds_kernel, knn_eps_kernel, knn_kernel, nearest_kernel
 from numbaknn.launch import Graph, Launch, is_capturing
 from numbaknn.loops import binning as binning_loops
+from numbaknn.loops import crowds as crowd_loops
 from numbaknn.loops.lists import list_loop
 from numbaknn.loops.neighbors import knn_loop
 from numbaknn.search import PACE
@@ -124,13 +128,18 @@ def list_threads(k, most=MOST_THREADS):
     return threads
 
 
+def records(rows):
+    """Grids in the arrays of a grid over so many points: itself, and the finer ones that its crowds may have."""
+    return 1 + REFINEMENTS * most_crowds.py_func(rows)
+
+
 class HostGrid:
     """A grid in host memory, built and searched by the CPU loops."""
 
     def __init__(self, rows, dimensions, dtype, cell_size=0.0):
         self.rows, self.dimensions, self.dtype, self.cell_size = rows, dimensions, np.dtype(dtype), cell_size
-        self.frame = np.empty(FRAME_LENGTH, dtype)
-        self.shape = np.empty(SHAPE_LENGTH, np.int32)
+        self.frame = np.empty(FRAME_LENGTH * records(rows), dtype)
+        self.shape = np.empty(SHAPE_LENGTH * records(rows), np.int32)
         self.table = np.zeros(4 * (rows + PACE - 1), dtype)
         self._starts = np.empty(0, np.int32)
 
@@ -144,11 +153,19 @@ class HostGrid:
         binning_loops.measure_points(
             *cloud, POINTS_A_CELL, self.cell_size, cells, limits, self.frame, self.shape, chunks
         )
-        entries = int(np.prod(self.shape.astype(np.int64))) + 1
+        cell_count = int(np.prod(self.shape[:3].astype(np.int64)))
+        finer = level_entries.py_func(self.rows)
+        entries = cell_count + 1 + REFINEMENTS * finer
         if entries > self._starts.size:
             self._starts = np.empty(entries, np.int32)
-        self.starts = self._starts[:entries]
-        binning_loops.bin_points(*cloud, self.frame, self.shape, MOST_BUCKETS, self.starts, self.table, chunks)
+        self.starts = self._starts
+        grid = self.frame, self.shape
+        fullest = binning_loops.bin_points(*cloud, *grid, MOST_BUCKETS, self.starts, self.table, chunks)
+        self.crowded = None
+        if fullest > CROWD:
+            self.crowded = True
+            crowds = np.flatnonzero(np.diff(self.starts[: cell_count + 1]) > CROWD)
+            crowd_loops.refine_loop(crowds, self.rows, cell_count + 1, finer, self.table, *grid, self.starts, limits)
         return self
 
     def query(self, queries, count, options, distances, indices):
@@ -160,15 +177,13 @@ class HostGrid:
             among_themselves,
             (self.points, self.rows, self.dimensions),
             (self.table, self.starts, self.frame, self.shape),
-            square_limit(options.bound, self.dtype),
-            options.bound != np.inf,
-            options.k,
         )
+        wanted = square_limit(options.bound, self.dtype), options.bound != np.inf, options.k
         if options.k > LONGEST_ON_HOST:
-            list_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
+            list_loop(*asked, *wanted, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
-            knn_loop(*asked, slots, options.squared, shrink, (distances, indices))
+            knn_loop(*asked, self.crowded, *wanted, slots, options.squared, shrink, (distances, indices))
 
 
 class DeviceGrid:
@@ -187,10 +202,12 @@ class DeviceGrid:
         self._building_threads = BUILDING_THREADS[self.dtype.itemsize]
         small = rows <= self._building_threads * stages.POINTS_A_THREAD
         cells = min(most_cells(rows), SMALL_CELLS) if small else most_cells(rows)
-        self.frame = self._empty(FRAME_LENGTH, self.dtype)
-        self.shape = self._empty(SHAPE_LENGTH, np.int32)
+        self.frame = self._empty(FRAME_LENGTH * records(rows), self.dtype)
+        self.shape = self._empty(SHAPE_LENGTH * records(rows), np.int32)
         self.table = self._empty(4 * (rows + PACE - 1), self.dtype)
-        self.starts = self._empty(cells + 1, np.int32)
+        self._finer_entries = level_entries.py_func(rows)
+        self.starts = self._empty(cells + 1 + REFINEMENTS * self._finer_entries, np.int32)
+        self._boxes = self._empty(crowd_stages.BOX_LENGTH * REFINEMENTS * most_crowds.py_func(rows), np.int64)
         make = self._small_stages if small else self._large_stages
         aim = POINTS_A_CELL if small else POINTS_A_CELL_OF_MANY
         self.launches = make(cells, (aim, float(cell_size), cells, *limits))
@@ -206,9 +223,10 @@ class DeviceGrid:
         grid = self.frame, self.shape
         threads = self._building_threads
         cells_of_rows, ranks = self._empty(self.rows, np.int32), self._empty(self.rows, np.int32)
-        shared_bytes = 4 * (cells // 2 + 1)
+        shared_bytes = 4 * (max(cells, self._finer_entries) // 2 + 1)
         kernel = stages.build_kernel(threads, self.dimensions)
-        arguments = self.points, self.rows, *choice, *grid, self.starts, cells_of_rows, ranks
+        sorting = self.starts, cells_of_rows, ranks
+        arguments = self.points, self.rows, *choice, *grid, *sorting, self._boxes, cells + 1
         return [
             Launch(kernel, threads, threads, *arguments, shared_bytes=shared_bytes),
             self._scatter(cells_of_rows, ranks, SCATTERING_THREADS),
@@ -216,9 +234,10 @@ class DeviceGrid:
 
     def _large_stages(self, cells, choice):
         rows, threads = self.rows, BINNING_THREADS
-        tile = threads * stages.CELLS_A_THREAD
+        tile = threads * COUNTS_A_THREAD
         tiles = cells // tile + 1  # of the cells and the entry behind them
-        sums = self._empty(tiles, np.int32)
+        sums = self._empty(max(tiles, self._finer_entries // tile + 1), np.int32)
+        crowded = self._empty(REFINEMENTS, np.int32)
         bounds = self._empty(stages.BOUNDS_LENGTH, np.int64)
         marks = self._empty(stages.MARKS_LENGTH, np.int32)
         cells_of_rows, ranks = self._empty(rows, np.int32), self._empty(rows, np.int32)
@@ -226,16 +245,66 @@ class DeviceGrid:
         most_items = MOST_BLOCKS * threads
         entries = min(max(cells + 1, stages.MARKS_LENGTH), most_items)
         return [
-            Launch(stages.clear_kernel, entries, threads, bounds, marks, starts),
+            Launch(stages.clear_kernel, entries, threads, cells + 1, bounds, marks, crowded, starts),
             Launch(stages.bounds_kernel, min(rows, most_items), threads, *cloud, bounds),
             Launch(stages.lattice_kernel, rows, threads, *cloud, bounds, marks),
             Launch(stages.frame_kernel, ONE_BLOCK, ONE_BLOCK, bounds, marks, *choice, *grid),
-            Launch(stages.cells_kernel, rows, threads, *cloud, *grid, starts, cells_of_rows, ranks),
+            Launch(stages.cells_kernel, rows, threads, *cloud, *grid, starts, cells_of_rows, ranks, crowded),
             Launch(stages.scan_tiles_kernel, tiles * threads, threads, starts, self.shape, sums),
             Launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums, tiles),
             Launch(stages.add_sums_kernel, cells + 1, threads, starts, self.shape, sums, tile),
+            *self._crowd_stages(cells + 1, choice[-3:], crowded, sums, cells_of_rows, ranks),
             self._scatter(cells_of_rows, ranks, threads),
         ]
+
+    def _crowd_stages(self, first_entry, limits, crowded, sums, cells_of_rows, ranks):
+        """What lays finer grids over crowds, from `first_entry` of the starts on."""
+        rows, threads, entries = self.rows, BINNING_THREADS, self._finer_entries
+        cloud, grid, starts, boxes = (
+            (self.points, self.dimensions, rows),
+            (self.frame, self.shape),
+            self.starts,
+            self._boxes,
+        )
+        tile = threads * COUNTS_A_THREAD
+        tiles, crowds = -(-entries // tile), most_crowds.py_func(rows)
+        cleared = min(REFINEMENTS * entries, MOST_BLOCKS * threads)
+        launches = [Launch(crowd_stages.clear_crowds_kernel, cleared, threads, crowded, boxes, first_entry, starts)]
+        for level in range(1, REFINEMENTS + 1):
+            here = first_entry, entries
+            laid = level, first_entry, *limits, crowded, boxes, *grid
+            placed = level, first_entry, *grid, crowded, starts, cells_of_rows, ranks
+            launches += [
+                Launch(
+                    crowd_stages.bounds_of_crowds_kernel,
+                    rows,
+                    threads,
+                    *cloud,
+                    level,
+                    crowded,
+                    starts,
+                    cells_of_rows,
+                    boxes,
+                ),
+                Launch(crowd_stages.frames_of_crowds_kernel, crowds, threads, rows, *laid),
+                Launch(crowd_stages.cells_of_crowds_kernel, rows, threads, *cloud, *placed),
+                Launch(
+                    crowd_stages.scan_tiles_of_crowds_kernel,
+                    tiles * threads,
+                    threads,
+                    level,
+                    *here,
+                    crowded,
+                    starts,
+                    sums,
+                ),
+                Launch(crowd_stages.scan_sums_of_crowds_kernel, ONE_BLOCK, ONE_BLOCK, level, tiles, crowded, sums),
+                Launch(
+                    crowd_stages.add_sums_of_crowds_kernel, entries, threads, level, *here, tile, crowded, sums, starts
+                ),
+            ]
+            first_entry += entries
+        return launches
 
     def _scatter(self, cells_of_rows, ranks, threads):
         """The last stage."""
@@ -258,8 +327,8 @@ class DeviceGrid:
                 launch.run(stream)
         return self
 
-    def query_launch(self, queries, count, options, distances, indices):
-        """The prepared launch of a query."""
+    def query_launches(self, queries, count, options, distances, indices):
+        """The prepared launches of a query."""
         among_themselves = queries is None
         k, dtype = options.k, self.dtype
         cloud, grid = (self.points, self.rows, self.dimensions), (self.table, self.starts, self.frame, self.shape)
@@ -272,33 +341,39 @@ class DeviceGrid:
             shared_bytes = room * (dtype.itemsize + 4)
             asked = *asked, k, options.squared, among_themselves, mantissa_of(dtype)
             if shared_bytes > LIST_BYTES:
-                return Launch(long_list_kernel, count * threads, threads, *asked, *answer)
+                return [Launch(long_list_kernel, count * threads, threads, *asked, *answer)]
             kernel = list_kernel(from_dtype(dtype))
-            return Launch(kernel, count * threads, threads, *asked, room, *answer, shared_bytes=shared_bytes)
+            return [Launch(kernel, count * threads, threads, *asked, room, *answer, shared_bytes=shared_bytes)]
+        shrink = shrink_of(options.eps, dtype)
         if options.eps > 0:
-            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared)
-            return Launch(kernel, count, QUERY_THREADS, *asked, *wanted, shrink_of(options.eps, dtype), *answer)
-        if k == 1:
-            kernel = nearest_kernel(among_themselves)
-            return Launch(kernel, count, QUERY_THREADS, *asked, options.squared, *answer)
-        kernel = knn_kernel(capacity(k), among_themselves)
-        return Launch(kernel, count, QUERY_THREADS, *asked, k, options.squared, *answer)
+            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared, shrink)
+        elif k == 1:
+            kernel, wanted = nearest_kernel(among_themselves), (options.squared,)
+        else:
+            kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared)
+        among_crowds = among_themselves, k, options.squared, dtype.type(1) if shrink is None else shrink
+        items = min(count, MOST_BLOCKS * QUERY_THREADS)
+        return [
+            Launch(kernel, count, QUERY_THREADS, *asked, *wanted, *answer),
+            Launch(knn_among_crowds_kernel(capacity(k)), items, QUERY_THREADS, *asked, *among_crowds, *answer),
+        ]
 
     def query(self, queries, count, options, distances, indices, stream):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
         key = count, queries is None, options.k, options.bound, options.eps, options.squared, options.index_dtype
         with self.lock:
-            launch = self._queries.get(key)
-            if launch is None:
+            launches = self._queries.get(key)
+            if launches is None:
                 if len(self._queries) >= MOST_KEPT:
                     self._queries.clear()
                 answer = distances.borrowed(), indices.borrowed()
-                launch = self._queries[key] = self.query_launch(queries, count, options, *answer)
-            launch.point(1, self.points if queries is None else queries)
-            launch.point(2, self.points)
-            launch.point(len(launch.arguments) - 2, distances)
-            launch.point(len(launch.arguments) - 1, indices)
-            launch.run(stream)
+                launches = self._queries[key] = self.query_launches(queries, count, options, *answer)
+            for launch in launches:
+                launch.point(1, self.points if queries is None else queries)
+                launch.point(2, self.points)
+                launch.point(len(launch.arguments) - 2, distances)
+                launch.point(len(launch.arguments) - 1, indices)
+                launch.run(stream)
 
 
 class DeviceCall:
@@ -310,8 +385,9 @@ class DeviceCall:
 
     def __init__(self, grid, builds, queries, count, options, distances, indices, changing):
         self._grid = grid
-        query = grid.query_launch(queries, count, options, distances, indices)
-        launches = [*grid.launches, query] if builds else [query]
+        launches = grid.query_launches(queries, count, options, distances, indices)
+        if builds:
+            launches = [*grid.launches, *launches]
         self._graph = Graph(launches, changing)
         self.device_bytes = grid.device_bytes
         self.launches = len(launches)
