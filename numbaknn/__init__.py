@@ -10,6 +10,7 @@ from numbaknn.graphs import knn_graph
 from numbaknn.neighbors import Balls, GridIndex, interpolate, knn
 from numbaknn.planning import Plan, plan
 from numbaknn.rows import layer_norm, row_score, to_feature_major
+from numbaknn.voxels import voxel_pool
 
 __version__ = "0.1.0"
 
@@ -26,4 +27,5 @@ __all__ = [
     "plan",
     "row_score",
     "to_feature_major",
+    "voxel_pool",
 ]

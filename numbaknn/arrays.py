@@ -111,6 +111,11 @@ class Library:
         """An array that `empty` made, in the half precision of another."""
         return array.astype(adopted.dtype)
 
+    def copy_into(self, target, array):
+        """Write an array that `empty` made into a caller's one of the same shape, in the precision of that."""
+        with np.errstate(over="ignore"):
+            target[...] = array
+
     def free_bytes(self):
         """Bytes that `empty` may still find; None if unknown."""
         return free_host_bytes() if self.device is None else free_device_bytes()
@@ -188,6 +193,9 @@ class TorchHost(Library):
 
     def narrowed(self, array, adopted):
         return array.to(adopted.array.dtype)  # float16 or bfloat16
+
+    def copy_into(self, target, array):
+        target.detach().copy_(array)
 
     def take_rows(self, adopted, indices):
         indices = self.torch.from_numpy(indices)
@@ -334,10 +342,13 @@ class NumbaDevice(Library):
 
     def narrowed(self, array, adopted):
         narrow = cuda.device_array(array.shape, adopted.dtype)
-        if array.size:
-            flat = (a.reshape(prod(a.shape)) for a in (array, narrow))
-            dispatch(convert_kernel, array.size, THREADS, self.stream(), *flat)
+        self.copy_into(narrow, array)
         return narrow
+
+    def copy_into(self, target, array):
+        if array.size:
+            flat = (a.reshape(prod(a.shape)) for a in (array, target))
+            dispatch(convert_kernel, array.size, THREADS, self.stream(), *flat)
 
     def take_rows(self, adopted, indices):
         source = self.flat(adopted.array, adopted.dtype)

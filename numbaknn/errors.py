@@ -103,15 +103,19 @@ def check_same_dimensions(points_shape, queries_shape):
 
 def check_k(k):
     """k as an int, 1 or more."""
-    if isinstance(k, (bool, np.bool_)):
-        raise TypeError(f"k must be an integer, came as {k!r}")
-    try:
-        k = operator.index(k)
-    except TypeError:
-        raise TypeError(f"k must be an integer, came as {k!r} of type {type(k).__name__}") from None
+    k = _as_integer("k", k)
     if k < 1:
         raise ValueError(f"k must be at least 1, came as {k}")
     return k
+
+
+def _as_integer(name, value):
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an integer, came as {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, came as {value!r} of type {type(value).__name__}") from None
 
 
 def _as_real(name, value):
@@ -144,6 +148,14 @@ def check_features(name, shape, width):
         raise ValueError(f"{name} must have one entry a feature, shape ({width},), came with shape {tuple(shape)}")
 
 
+def check_size(name, value):
+    """A length that a division is by: a real number above 0 and finite."""
+    size = check_length(name, value)
+    if size == 0 or math.isinf(size):
+        raise ValueError(f"{name} must be positive and finite, came as {value!r}")
+    return size
+
+
 def check_number(name, value):
     """A real number that is not NaN."""
     number = _as_real(name, value)
@@ -156,10 +168,7 @@ def check_cell_size(cell_size):
     """None, or a positive finite side."""
     if cell_size is None:
         return 0.0
-    side = check_length("cell_size", cell_size)
-    if side == 0 or math.isinf(side):
-        raise ValueError(f"cell_size must be positive and finite, came as {cell_size!r}")
-    return side
+    return check_size("cell_size", cell_size)
 
 
 def check_index_dtype(index_dtype):
@@ -188,9 +197,68 @@ def check_choice(name, value, choices):
     return value
 
 
-def bad_row(name, row, values):
-    """The error for a row that is not finite."""
+# Voxels are numbered in 64 bits: MOST_SIDE^3 is below 2^63.
+MOST_SIDE = 2**21 - 1
+
+
+def check_grid_size(grid_size):
+    """How many voxels a grid has along each axis, as an int from 1 on."""
+    side = _as_integer("grid_size", grid_size)
+    if not 1 <= side <= MOST_SIDE:
+        raise ValueError(f"grid_size must be from 1 to 2**21 - 1, came as {side}")
+    return side
+
+
+def check_pooled(coords_shape, features_shape):
+    """Coordinates (rows, 3) or (batch, rows, 3), features (rows, channels) or (batch, rows, channels) of the same points;
+    coordinates of one element, or without a batch, serve all."""
+    if len(coords_shape) not in (2, 3) or coords_shape[-1] != 3:
+        hint = "; for a single point pass coords[None]" if tuple(coords_shape) == (3,) else ""
+        raise ValueError(
+            f"coords must have shape (rows, 3) or (batch, rows, 3), came with shape {tuple(coords_shape)}{hint}"
+        )
+    if len(features_shape) not in (2, 3) or len(features_shape) < len(coords_shape):
+        wanted = "(rows, channels) or (batch, rows, channels)" if len(coords_shape) == 2 else "(batch, rows, channels)"
+        raise ValueError(
+            f"features must have shape {wanted} for coords of shape {tuple(coords_shape)}, came with shape "
+            f"{tuple(features_shape)}"
+        )
+    if features_shape[-2] != coords_shape[-2]:
+        raise ValueError(
+            f"features must have a row for each of the {coords_shape[-2]} points of coords, came with shape "
+            f"{tuple(features_shape)}"
+        )
+    if len(coords_shape) == 3 and coords_shape[0] not in (1, features_shape[0]):
+        raise ValueError(
+            f"features must have as many elements in the batch as coords of shape {tuple(coords_shape)}, came with shape "
+            f"{tuple(features_shape)}"
+        )
+    if coords_shape[-2] > MOST_ROWS:
+        raise ValueError(f"coords must have at most 2**31 - 1 rows, came with {coords_shape[-2]}")
+
+
+def check_weight(shape, width):
+    """(channels out, channels in)."""
+    if len(shape) != 2 or shape[1] != width:
+        raise ValueError(
+            f"weight must have shape (channels out, {width}), as features have {width} channels, came with shape "
+            f"{tuple(shape)}"
+        )
+
+
+def check_bias(shape, channels):
+    if tuple(shape) != (channels,):
+        raise ValueError(f"bias must have one entry a channel, shape ({channels},), came with shape {tuple(shape)}")
+
+
+def check_finite_point(name, values):
+    """Three finite numbers."""
+    if not all(map(math.isfinite, values)):
+        raise ValueError(f"{name} must be finite, came as {list(values)}")
+
+
+def bad_row(name, row, values, otherwise="such a point is nobody's neighbour and such a query finds none"):
+    """The error for a row that is not finite. otherwise: what becomes of one that is not checked."""
     return ValueError(
-        f"{name} must be finite, row {row} is {np.asarray(values).tolist()}; with check_finite=False such a point is "
-        "nobody's neighbour and such a query finds none"
+        f"{name} must be finite, row {row} is {np.asarray(values).tolist()}; with check_finite=False {otherwise}"
     )

@@ -162,6 +162,18 @@ def clamped(typing, value, limit):
     return _of_both(value, limit), lower
 
 
+@instruction(lambda a, b: np.where((a == a) & ~(b <= a), b, a)[()])
+def larger(typing, a, b):
+    """The larger of both, `a` if they are equal; a NaN if either is one."""
+
+    def lower(context, builder, signature, arguments):
+        a, b = (_spread(builder, value, signature.return_type) for value in arguments)
+        above = builder.fcmp_unordered(">", b, a)
+        return builder.select(builder.and_(builder.fcmp_ordered("==", a, a), above), b, a)
+
+    return _of_both(a, b), lower
+
+
 @instruction(lambda example, slots: np.zeros(len(slots), example.dtype))
 def zeros(typing, example, slots):
     """A vector of zeros of the type of `example`."""
@@ -220,6 +232,26 @@ def sum_by_quads(typing, vector):
         return sums
 
     return Vector(vector.dtype, 4)(vector), lower
+
+
+@instruction(lambda a, b, c, d: np.array([a, b, c, d]))
+def joined(typing, a, b, c, d):
+    """Four reals of one type as a vector."""
+    return Vector(a, 4)(a, a, a, a), lambda _, builder, __, arguments: _joined(builder, arguments)
+
+
+@instruction(lambda vector, example: vector.astype(example.dtype))
+def converted(typing, vector, example):
+    """A vector of reals, each in the type of `example`."""
+    wanted = Vector(example, vector.count)
+
+    def lower(context, builder, signature, arguments):
+        if vector.dtype == example:
+            return arguments[0]
+        convert = builder.fpext if example == types.float64 else builder.fptrunc
+        return convert(arguments[0], context.get_value_type(wanted))
+
+    return wanted(vector, example), lower
 
 
 @instruction(lambda vector, n: vector[n])

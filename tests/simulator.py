@@ -26,6 +26,8 @@ _lock = threading.Lock()
 # points built by many blocks. One place, as these names move.
 SMALL_ROWS = 16
 POINTS_A_THREAD = 8
+# Points of a cloud that is pooled in one launch, and of a window of those that are more.
+SMALL_POOL = 16
 SMALL = [
     ("numbaknn.plans.neighbors", "BINNING_THREADS", 4),
     ("numbaknn.plans.neighbors", "QUERY_THREADS", 8),
@@ -58,6 +60,19 @@ SMALL = [
     ("numbaknn.plans.rows", "COLUMN_THREADS", 2),
     ("numbaknn.plans.rows", "COLUMN_QUADS", 2),
     ("numbaknn.plans.rows", "NORM_THREADS", 4),
+    # a block of a warp, as partial sums are exchanged between its 32 lanes
+    ("numbaknn.plans.voxels", "POOL_THREADS", 32),
+    ("numbaknn.plans.voxels", "SORT_THREADS", 4),
+    ("numbaknn.plans.voxels", "SPREAD_THREADS", 4),
+    ("numbaknn.plans.voxels", "SMALL_POINTS", SMALL_POOL),
+    ("numbaknn.plans.voxels", "WINDOW", SMALL_POOL),
+    ("numbaknn.plans.voxels", "TILE_ELEMENTS", 64),
+    ("numbaknn.plans.voxels", "CHUNK_BYTES", 64),
+    ("numbaknn.plans.voxels", "WEIGHT_BYTES", 640),
+    ("numbaknn.plans.voxels", "MOST_BITS", 3),
+    ("numbaknn.plans.voxels", "LEAST_STRETCH", 6),
+    ("numbaknn.plans.voxels", "MOST_BLOCKS", 6),
+    ("numbaknn.plans.voxels", "SPREAD_CHANNELS", 4),
     ("numbaknn.streaming", "CHUNK_BYTES", 600),
     ("numbaknn.streaming", "SLOTS", 2),
     ("numbaknn.streaming", "PIECE_BYTES", 64),
@@ -364,6 +379,32 @@ def rings(calls):
         numbaknn.row_score(*arrays, target="cuda", **options)
         kept.append(len(streaming._pool._rings))
     return kept
+
+
+def pool_both(coords, features, layout="c", **options):
+    """voxel_pool of simulated device arrays in this layout, or of host arrays; and on the CPU with the same windows."""
+    import numbaknn
+
+    placed = {
+        name: _placed_pool(value, layout if name in ("coords", "features") else "c" if layout != "host" else "host")
+        for name, value in {"coords": coords, "features": features, **options}.items()
+    }
+    found = numbaknn.voxel_pool(**placed, target="cuda")
+    return _returned(found), numbaknn.voxel_pool(coords, features, **options, target="cpu")
+
+
+def _placed_pool(value, layout):
+    if not isinstance(value, np.ndarray) or layout == "host":
+        return value
+    if value.ndim < 2 or layout == "c":
+        return _place(value, "c")
+    if layout == "fortran":
+        return _place(value, layout)
+    if layout == "every other row":
+        from numba import cuda
+
+        return cuda.to_device(np.repeat(value, 2, axis=-2))[..., ::2, :]
+    raise ValueError(layout)
 
 
 def run_case(path, name):

@@ -1,0 +1,783 @@
+"""Pooling of points into a dense grid.
+
+A small cloud takes one launch, `pool_kernel`: every block fills its part of the grid with zeros, finds the points that fall
+into it while the zeros are on their way, and writes their voxels over them.
+
+A large cloud is sorted by voxel, then every voxel is written once: `middle_sums`, `keys`, for each further digit
+`count_digits`, for each digit `sum_digits` and `move`, then `fold` (the voxels' values, one after another, work shared out
+by points, so that a crowd in one voxel is nobody's alone), `join` (those that more than one block had a part of), `spread`
+(into the grid). pooling.py has the order of every sum.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from numba import cuda, float64, int32
+
+from numbaknn.block import WARP, lane_and_warp, sum_before
+from numbaknn.geometry import is_finite, read_point
+from numbaknn.jit import SIMULATED, device, kernel
+from numbaknn.lanes import (
+    as_type_of,
+    converted,
+    element,
+    from_lane,
+    joined,
+    load_spread,
+    load_up_to,
+    load_vector,
+    real_of,
+    store_vector,
+    total,
+    zeros,
+)
+from numbaknn.pooling import (
+    LANES,
+    OF_ARRAY,
+    OF_POINTS,
+    PARTS_OF_MIDDLE,
+    QUAD,
+    digit_of,
+    first_at_least,
+    met,
+    middle_of,
+    nothing,
+    result_of,
+    voxel_of,
+    with_feature,
+)
+
+# The most that shared memory has room for: points of a small cloud, points that are folded at a time, channels of a block,
+# digits of a key.
+MOST_POINTS = 1024
+MOST_CHUNK = 256
+MOST_GROUP = 32
+MOST_DIGITS = 1 << 10
+
+# A point of a small cloud is its voxel in the block's part of the grid, and its number, in one word.
+NUMBER_BITS = 10
+NUMBERS = (1 << NUMBER_BITS) - 1
+
+# Lengths of shared memory, where the compiler wants a number.
+BORDERS = MOST_CHUNK + 1
+CARRIED = 2 * MOST_GROUP
+
+# Shared memory that is accessed in quads begins at a multiple of 16 bytes; the simulator knows no such thing.
+ALIGNED = None if SIMULATED else 16
+
+# Where the weights of a layer are: there is none, in shared memory, too many for that.
+NO_LAYER, LAYER_IN_SHARED, LAYER_IN_GLOBAL = 0, 1, 2
+
+
+# -- The middle of a cloud -----------------------------------------------------------------------------------------------
+
+
+@device
+def sum_of_lanes(value):
+    """The sum over the 32 lanes of a warp, neighbours first, in all of them."""
+    value = total(value, from_lane(value, 1))
+    value = total(value, from_lane(value, 2))
+    value = total(value, from_lane(value, 4))
+    value = total(value, from_lane(value, 8))
+    return total(value, from_lane(value, 16))
+
+
+@device
+def sums_of_points(coords, first, last, lane):
+    """(x, y, z, how many are finite) of the points first..last - 1, in every lane of a warp."""
+    sum_x = sum_y = sum_z = count = np.float64(0)
+    for point in range(first + lane, last, LANES):
+        x, y, z = read_point(coords, point, 3)
+        if is_finite(x, y, z):
+            sum_x = total(sum_x, as_type_of(x, sum_x))
+            sum_y = total(sum_y, as_type_of(y, sum_y))
+            sum_z = total(sum_z, as_type_of(z, sum_z))
+            count = total(count, np.float64(1))
+    return sum_of_lanes(sum_x), sum_of_lanes(sum_y), sum_of_lanes(sum_z), sum_of_lanes(count)
+
+
+@device
+def sums_of_windows(sums, first, windows, lane):
+    """The same from the sums of the windows of a cloud."""
+    sum_x = sum_y = sum_z = count = np.float64(0)
+    for window in range(lane, windows, LANES):
+        at = first + window * PARTS_OF_MIDDLE
+        sum_x, sum_y = total(sum_x, sums[at]), total(sum_y, sums[at + 1])
+        sum_z, count = total(sum_z, sums[at + 2]), total(count, sums[at + 3])
+    return sum_of_lanes(sum_x), sum_of_lanes(sum_y), sum_of_lanes(sum_z), sum_of_lanes(count)
+
+
+@device
+def given_middle(kind, given, center):
+    """The centre that the call has, or that lies on the device; the sums that make it the mean of one point."""
+    if kind == OF_ARRAY:
+        one = given[0]
+        return as_type_of(center[0], one), as_type_of(center[1], one), as_type_of(center[2], one)
+    return given
+
+
+@kernel
+def middle_sums_kernel(coords, count, windows, window, sums, parts):
+    """The sums of each window of points of each cloud, `parts` windows in all. One warp a window."""
+    thread = cuda.grid(1)
+    lane, part = thread % LANES, thread // LANES
+    cloud, number = part // windows, part % windows
+    first = cloud * count + number * window
+    last = cloud * count + min((number + 1) * window, count) if part < parts else first
+    x, y, z, finite = sums_of_points(coords, first, last, lane)
+    if lane == 0 and part < parts:
+        at = part * PARTS_OF_MIDDLE
+        sums[at], sums[at + 1], sums[at + 2], sums[at + 3] = x, y, z, finite
+
+
+# -- Sorting by voxel ----------------------------------------------------------------------------------------------------
+#
+# Least significant digit first, each pass keeping the order of equal digits: the points of a voxel stay in ascending order,
+# whatever their number. A block has a stretch of a cloud, each of its warps a part of that.
+
+
+@device
+def clear(array, length, threads):
+    for n in range(cuda.threadIdx.x, length, threads):
+        array[n] = 0
+
+
+@cache
+def keys_kernel(threads):
+    THREADS = threads
+
+    @kernel(threads)
+    def keys_kernel(
+        coords,
+        count,
+        stretch,
+        stretches,
+        sums,
+        windows,
+        kind,
+        given_x,
+        given_y,
+        given_z,
+        center,
+        voxel_size,
+        side,
+        bits,
+        keys,
+        counts,
+    ):
+        """The voxel of every point, and how many points of the block's stretch have each value of the first digit."""
+        middles = cuda.shared.array(3, float64)
+        found = cuda.shared.array(MOST_DIGITS, int32)
+        thread, cloud, number = cuda.threadIdx.x, cuda.blockIdx.x // stretches, cuda.blockIdx.x % stretches
+        digits = 1 << bits
+        clear(found, digits, THREADS)
+        if thread < LANES:
+            middle = given_middle(kind, (given_x, given_y, given_z), center)
+            if kind == OF_POINTS:
+                x, y, z, finite = sums_of_windows(sums, cloud * windows * PARTS_OF_MIDDLE, windows, thread)
+                middle = middle_of(x, y, z, finite)
+            if thread == 0:
+                middles[0], middles[1], middles[2] = middle
+        cuda.syncthreads()
+        middle = middles[0], middles[1], middles[2]
+        first, last = cloud * count + number * stretch, cloud * count + min((number + 1) * stretch, count)
+        for point in range(first + thread, last, THREADS):
+            x, y, z = read_point(coords, point, 3)
+            key = voxel_of(x, y, z, middle, voxel_size, side)
+            keys[point] = key
+            cuda.atomic.add(found, digit_of(key, 0, bits), 1)
+        cuda.syncthreads()
+        for digit in range(thread, digits, THREADS):
+            counts[cuda.blockIdx.x * digits + digit] = found[digit]
+
+    return keys_kernel
+
+
+@kernel
+def count_digits_kernel(keys, count, stretch, stretches, shift, bits, counts):
+    """How many keys of the block's stretch have each value of a digit: counts[cloud, stretch, digit]."""
+    found = cuda.shared.array(MOST_DIGITS, int32)
+    thread, threads = cuda.threadIdx.x, cuda.blockDim.x
+    cloud, number = cuda.blockIdx.x // stretches, cuda.blockIdx.x % stretches
+    digits = 1 << bits
+    clear(found, digits, threads)
+    cuda.syncthreads()
+    first, last = cloud * count + number * stretch, cloud * count + min((number + 1) * stretch, count)
+    for point in range(first + thread, last, threads):
+        cuda.atomic.add(found, digit_of(keys[point], shift, bits), 1)
+    cuda.syncthreads()
+    for digit in range(thread, digits, threads):
+        counts[cuda.blockIdx.x * digits + digit] = found[digit]
+
+
+@kernel
+def sum_digits_kernel(counts, clouds, stretches, bits, totals):
+    """Turn the counts of a digit into those of all stretches before, and note their sum. One thread a digit of a cloud."""
+    n = cuda.grid(1)
+    if n < clouds << bits:
+        cloud, digit = n >> bits, n & ((1 << bits) - 1)
+        before = 0
+        for stretch in range(stretches):
+            at = (cloud * stretches + stretch << bits) + digit
+            mine = counts[at]
+            counts[at] = before
+            before += mine
+        totals[n] = before
+
+
+@device
+def earlier_equals(digit, lane):
+    """(how many lanes before this one have the same digit, whether none after it has). Once for a whole warp."""
+    if WARP > 1:
+        equal = np.uint32(cuda.match_any_sync(0xFFFFFFFF, digit))
+        return int32(cuda.popc(equal & np.uint32((np.uint32(1) << np.uint32(lane)) - np.uint32(1)))), (
+            np.uint32(equal >> np.uint32(lane)) == np.uint32(1)
+        )
+    return int32(0), True
+
+
+@cache
+def move_kernel(threads):
+    THREADS, WARPS = threads, threads // WARP
+    PLACES = threads // WARP * MOST_DIGITS
+
+    @kernel(threads)
+    def move_kernel(
+        keys, order, as_they_come, count, stretch, stretches, shift, bits, counts, totals, keys_after, order_after
+    ):
+        """Move every point of the block's stretch behind those of its cloud that have a smaller digit, or an equal one and
+        come before it."""
+        places = cuda.shared.array(PLACES, int32)
+        thread = cuda.threadIdx.x
+        lane, warp, _ = lane_and_warp(THREADS)
+        cloud, number = cuda.blockIdx.x // stretches, cuda.blockIdx.x % stretches
+        digits = 1 << bits
+        clear(places, WARPS << bits, THREADS)
+        cuda.syncthreads()
+        own = (stretch + WARPS - 1) // WARPS
+        first = number * stretch + warp * own
+        last = min(first + own, min((number + 1) * stretch, count))
+        for point in range(first + lane, last, WARP):
+            cuda.atomic.add(places, (warp << bits) + digit_of(keys[cloud * count + point], shift, bits), 1)
+        cuda.syncthreads()
+        # a few neighbouring digits a thread: where each begins, in the cloud, in the stretch, in the part of each warp
+        several = (digits + THREADS - 1) // THREADS
+        mine = 0
+        for digit in range(thread * several, min((thread + 1) * several, digits)):
+            mine += totals[(cloud << bits) + digit]
+        place, _ = sum_before(mine, THREADS)
+        for digit in range(thread * several, min((thread + 1) * several, digits)):
+            there = place + counts[(cuda.blockIdx.x << bits) + digit]
+            place += totals[(cloud << bits) + digit]
+            for other in range(WARPS):
+                found = places[(other << bits) + digit]
+                places[(other << bits) + digit] = there
+                there += found
+        cuda.syncthreads()
+        for start in range(first, last, WARP):
+            point = start + lane
+            here = point < last
+            key = keys[cloud * count + point] if here else keys[cloud * count]
+            digit = int32(digit_of(key, shift, bits)) if here else int32(-1)
+            earlier, is_last = earlier_equals(digit, lane)
+            if here:
+                place = places[(warp << bits) + digit] + earlier
+            if WARP > 1:
+                cuda.syncwarp()
+            if here:
+                if is_last:
+                    places[(warp << bits) + digit] = place + 1
+                keys_after[cloud * count + place] = key
+                order_after[cloud * count + place] = point if as_they_come else order[cloud * count + point]
+            if WARP > 1:
+                cuda.syncwarp()
+
+    return move_kernel
+
+
+# -- Folding the points of voxels ----------------------------------------------------------------------------------------
+#
+# Points in the order of their voxels are folded a chunk at a time: what each adds to some channels is worked out by all
+# threads and put into shared memory, then each voxel of the chunk takes its points one after the other, four channels a
+# thread. A voxel that goes on in the next chunk is carried over.
+
+
+@device
+def load_quad(array, at, last, whole):
+    """A quad in one access of 128 bits; or element by element, up to the last."""
+    return load_vector(array, at, QUAD) if whole else load_up_to(array, at, last, QUAD)
+
+
+@device
+def put_weights(weight, width, channels, first, bits, table, threads):
+    """The weights of a group of channels into shared memory: those of a feature side by side, zero where there is no
+    channel."""
+    group = 1 << bits
+    for n in range(cuda.threadIdx.x, width << bits, threads):
+        feature, channel = n // group, first + n % group
+        table[n] = weight[channel * width + feature] if channel < channels else as_type_of(0, weight[0])
+
+
+@device
+def weights_of(weight, width, channels, channel, feature, table, at, bits, in_shared):
+    """The weights of a feature for four channels, the first of which is channel `at` of its group."""
+    if in_shared:
+        return load_vector(table, (feature << bits) + at, QUAD)
+    return load_spread(weight, channel * width + feature, width, channels * width, QUAD)
+
+
+@device
+def quad_of_point(features, base, layer, channels, channel, table, at, bits, example, LAYER, BIASED, WHOLE):
+    """Four channels of the point whose features begin at `base`. layer: (width, weight, bias)."""
+    width, weight, bias = layer
+    if LAYER == NO_LAYER:
+        value = real_of(load_quad(features, base + channel, base + width, WHOLE), example)
+        return total(load_up_to(bias, channel, channels, QUAD), value) if BIASED else value
+    value = load_up_to(bias, channel, channels, QUAD) if BIASED else zeros(example, QUAD)
+    in_shared = LAYER == LAYER_IN_SHARED
+    feature = 0
+    while feature + 4 <= width:
+        four = real_of(load_quad(features, base + feature, base + width, WHOLE), example)
+        for n in range(4):
+            weights = weights_of(weight, width, channels, channel, feature + n, table, at, bits, in_shared)
+            value = with_feature(value, weights, element(four, n))
+        feature += 4
+    while feature < width:
+        weights = weights_of(weight, width, channels, channel, feature, table, at, bits, in_shared)
+        value = with_feature(value, weights, real_of(features[base + feature], example))
+        feature += 1
+    return value
+
+
+# How a sorted list of points is read, and what is done with the value of a voxel: handed to `fold`, which is compiled for
+# each. A list is a tuple of arrays and numbers, and so is what is written to.
+
+
+@device
+def packed_key(points, place):
+    return points[0][place] >> NUMBER_BITS
+
+
+@device
+def packed_number(points, place):
+    return points[0][place] & NUMBERS
+
+
+@device
+def sorted_key(points, place):
+    return points[0][points[2] + place]
+
+
+@device
+def sorted_number(points, place):
+    return points[1][points[2] + place]
+
+
+@device
+def into_grid(target, channel, four, key, head, end, closed, reduce):
+    """Write the voxel to the grid. target: (grid, first element of the block's voxels in channel 0, channels, voxels)."""
+    grid, start, channels, voxels = target
+    for n in range(4):
+        if channel + n < channels:
+            value = result_of(element(four, n), end - head, reduce, grid[0])
+            grid[start + (channel + n) * voxels + key] = value
+
+
+@device
+def into_rows(target, channel, four, key, head, end, closed, reduce):
+    """Write the voxel to its row, or, where it reaches beyond the window, to the window's part of it.
+
+    target: (rows, first row of the element, whether rows are numbered by voxel, edges, the window's number, length of a
+    row, channels, voxels).
+    """
+    rows, first_row, by_voxel, edges, window, length, channels, voxels = target
+    if channel < channels and key < voxels:
+        if head >= 0 and closed:
+            row, count, one = key if by_voxel else head, end - head, rows[0]
+            result = joined(
+                result_of(element(four, 0), count, reduce, one),
+                result_of(element(four, 1), count, reduce, one),
+                result_of(element(four, 2), count, reduce, one),
+                result_of(element(four, 3), count, reduce, one),
+            )
+            store_vector(rows, (first_row + row) * length + channel, result)
+        else:
+            opening = head < 0
+            store_vector(edges, (2 * window + (0 if opening else 1)) * length + channel, four)
+
+
+@device
+def fold(
+    key_at,
+    number_at,
+    points,
+    first,
+    last,
+    is_head,
+    is_end,
+    chunk,
+    features,
+    base,
+    layer,
+    channels,
+    channel,
+    bits,
+    shared,
+    staged,
+    reduce,
+    write,
+    target,
+    THREADS,
+    LAYER,
+    BIASED,
+    WHOLE,
+):
+    """Fold the points first..last - 1 of a sorted list, in channels from `channel` on, 2^bits of them.
+
+    is_head, is_end: whether the first of them begins a voxel, and the last one ends one. base: the first feature of the
+    element's first point. shared: the weights, and from `staged` on room for a chunk.
+    """
+    borders = cuda.shared.array(BORDERS, int32)
+    carried = cuda.shared.array(CARRIED, float64, ALIGNED)
+    carried_heads = cuda.shared.array(2, int32)
+    thread, quad_bits = cuda.threadIdx.x, bits - 2
+    example, side = shared[0], 0
+    start = np.float64(nothing(reduce, carried[0]))
+    for at in range(first, last, chunk):
+        here = min(chunk, last - at)
+        for item in range(thread, here << quad_bits, THREADS):
+            place, quad = item >> quad_bits, (item & ((1 << quad_bits) - 1)) << 2
+            row = base + number_at(points, at + place) * layer[0]
+            four = quad_of_point(
+                features, row, layer, channels, channel + quad, shared, quad, bits, example, LAYER, BIASED, WHOLE
+            )
+            store_vector(shared, staged + (place << bits) + quad, four)
+        begins = thread < here
+        if thread > 0 and begins:
+            begins = key_at(points, at + thread) != key_at(points, at + thread - 1)
+        before, several = sum_before(1 if begins else 0, THREADS)
+        if begins:
+            borders[before] = thread
+        if thread == 0:
+            borders[several] = here
+        cuda.syncthreads()
+        for item in range(thread, several << quad_bits, THREADS):
+            number, quad = item >> quad_bits, (item & ((1 << quad_bits) - 1)) << 2
+            begin, end = borders[number], borders[number + 1]
+            key = key_at(points, at + begin)
+            head = at + begin
+            four = total(zeros(start, QUAD), start)
+            if number == 0 and at == first:
+                head = head if is_head else -1
+            elif number == 0 and key_at(points, at - 1) == key:
+                head = carried_heads[side]
+                four = load_vector(carried, side * MOST_GROUP + quad, QUAD)
+            for place in range(begin, end):
+                four = met(four, converted(load_vector(shared, staged + (place << bits) + quad, QUAD), start), reduce)
+            if at + end == last:
+                write(target, channel + quad, four, key, head, last, is_end, reduce)
+            elif key_at(points, at + end) != key:
+                write(target, channel + quad, four, key, head, at + end, True, reduce)
+            else:
+                store_vector(carried, (1 - side) * MOST_GROUP + quad, four)
+                carried_heads[1 - side] = head
+        side = 1 - side
+        cuda.syncthreads()
+
+
+# -- Small clouds --------------------------------------------------------------------------------------------------------
+
+
+@device
+def fill(grid, start, channel, channels, voxels, here, tile_bits, bits, example, THREADS, WHOLE):
+    """Zeros for `here` voxels from element `start` on, in 2^bits channels from `channel` on."""
+    if WHOLE:
+        none = zeros(example, QUAD)
+        for item in range(cuda.threadIdx.x, 1 << (bits + tile_bits - 2), THREADS):
+            row, quad = channel + (item >> (tile_bits - 2)), (item & ((1 << (tile_bits - 2)) - 1)) << 2
+            if row < channels and quad < here:
+                store_vector(grid, start + row * voxels + quad, none)
+    else:
+        for item in range(cuda.threadIdx.x, 1 << (bits + tile_bits), THREADS):
+            row, voxel = channel + (item >> tile_bits), item & ((1 << tile_bits) - 1)
+            if row < channels and voxel < here:
+                grid[start + row * voxels + voxel] = 0
+
+
+@cache
+def pool_kernel(threads, layer, biased, whole, whole_grid):
+    """The kernel for clouds of at most MOST_POINTS points. layer: where its weights are. whole: whether features are quads
+    at multiples of 16 bytes; whole_grid: whether the grid is."""
+    THREADS, LAYER, BIASED, WHOLE, WHOLE_GRID = threads, layer, biased, whole, whole_grid
+
+    @kernel(threads)
+    def pool_kernel(
+        coords,
+        clouds_step,
+        features,
+        count,
+        width,
+        weight,
+        bias,
+        channels,
+        side,
+        voxel_size,
+        kind,
+        given_x,
+        given_y,
+        given_z,
+        center,
+        reduce,
+        tile_bits,
+        bits,
+        chunk,
+        grid,
+    ):
+        """2^tile_bits voxels of one element in 2^bits channels a block. Stretches of one channel follow each other.
+
+        clouds_step: points from one cloud to the next, 0 for one that serves all.
+        """
+        shared = cuda.shared.array(0, grid.dtype, ALIGNED)
+        middles = cuda.shared.array(3, float64)
+        listed = cuda.shared.array(MOST_POINTS, int32)
+        ordered = cuda.shared.array(MOST_POINTS, int32)
+        thread, voxels = cuda.threadIdx.x, side * side * side
+        tiles, groups = (voxels + (1 << tile_bits) - 1) >> tile_bits, (channels + (1 << bits) - 1) >> bits
+        first_voxel, rest = (cuda.blockIdx.x % tiles) << tile_bits, cuda.blockIdx.x // tiles
+        channel, b = (rest % groups) << bits, rest // groups
+        here, start = min(1 << tile_bits, voxels - first_voxel), b * channels * voxels + first_voxel
+        fill(grid, start, channel, channels, voxels, here, tile_bits, bits, grid[0], THREADS, WHOLE_GRID)
+
+        cloud = b * clouds_step
+        if thread < LANES:
+            middle = given_middle(kind, (given_x, given_y, given_z), center)
+            if kind == OF_POINTS:
+                x, y, z, finite = sums_of_points(coords, cloud, cloud + count, thread)
+                middle = middle_of(x, y, z, finite)
+            if thread == 0:
+                middles[0], middles[1], middles[2] = middle
+        cuda.syncthreads()
+        middle = middles[0], middles[1], middles[2]
+
+        several = 0
+        for first in range(0, count, THREADS):
+            point, inside, key = first + thread, False, 0
+            if point < count:
+                x, y, z = read_point(coords, cloud + point, 3)
+                key = voxel_of(x, y, z, middle, voxel_size, side) - first_voxel
+                inside = key >= 0 and key < here
+            before, some = sum_before(1 if inside else 0, THREADS)
+            if inside:
+                listed[several + before] = (key << NUMBER_BITS) + point
+            several += some
+        if several == 0:
+            return
+        if LAYER == LAYER_IN_SHARED:
+            put_weights(weight, width, channels, channel, bits, shared, THREADS)
+        cuda.syncthreads()
+        for n in range(thread, several, THREADS):
+            mine, place = listed[n], 0
+            for other in range(several):
+                place += 1 if listed[other] < mine else 0
+            ordered[place] = mine
+        cuda.syncthreads()
+
+        fold(
+            packed_key,
+            packed_number,
+            (ordered,),
+            0,
+            several,
+            True,
+            True,
+            chunk,
+            features,
+            b * count * width,
+            (width, weight, bias),
+            channels,
+            channel,
+            bits,
+            shared,
+            (width << bits) if LAYER == LAYER_IN_SHARED else 0,
+            reduce,
+            into_grid,
+            (grid, start, channels, voxels),
+            THREADS,
+            LAYER,
+            BIASED,
+            WHOLE,
+        )
+
+    return pool_kernel
+
+
+# -- Large clouds --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def fold_kernel(threads, layer, biased, whole):
+    """The kernel for sorted clouds, with parameters as those of `pool_kernel`."""
+    THREADS, LAYER, BIASED, WHOLE = threads, layer, biased, whole
+
+    @kernel(threads)
+    def fold_kernel(
+        keys,
+        order,
+        clouds_step,
+        features,
+        count,
+        width,
+        weight,
+        bias,
+        channels,
+        voxels,
+        reduce,
+        window,
+        windows,
+        bits,
+        chunk,
+        rows_each,
+        by_voxel,
+        length,
+        rows,
+        edges,
+    ):
+        """A window of the sorted points of one element in 2^bits channels a block; groups of channels follow each other."""
+        shared = cuda.shared.array(0, rows.dtype, ALIGNED)
+        groups = (channels + (1 << bits) - 1) >> bits
+        channel, part = (cuda.blockIdx.x % groups) << bits, cuda.blockIdx.x // groups
+        b, cloud = part // windows, part // windows * clouds_step
+        first = part % windows * window
+        last = min(first + window, count)
+        key, last_key = keys[cloud + first], keys[cloud + last - 1]
+        if key >= voxels:  # points in no voxel come last
+            return
+        is_head = first == 0 or keys[cloud + max(first, 1) - 1] != key
+        is_end = last == count or keys[cloud + min(last, count - 1)] != last_key
+        if LAYER == LAYER_IN_SHARED:
+            put_weights(weight, width, channels, channel, bits, shared, THREADS)
+        cuda.syncthreads()
+        fold(
+            sorted_key,
+            sorted_number,
+            (keys, order, cloud),
+            first,
+            last,
+            is_head,
+            is_end,
+            chunk,
+            features,
+            b * count * width,
+            (width, weight, bias),
+            channels,
+            channel,
+            bits,
+            shared,
+            (width << bits) if LAYER == LAYER_IN_SHARED else 0,
+            reduce,
+            into_rows,
+            (rows, b * rows_each, by_voxel, edges, part, length, channels, voxels),
+            THREADS,
+            LAYER,
+            BIASED,
+            WHOLE,
+        )
+
+    return fold_kernel
+
+
+@kernel
+def join_kernel(
+    keys, clouds_step, count, batch, channels, voxels, reduce, window, windows, rows_each, by_voxel, length, edges, rows
+):
+    """Put together the voxels that reach over more than one window. One thread a window and channel: does it for the voxel
+    that begins in the window and goes on in the next."""
+    n = cuda.grid(1)
+    part, channel = n // length, n % length
+    if part < batch * windows and channel < channels:
+        b, number = part // windows, part % windows
+        cloud, first = b * clouds_step, number * window
+        last = min(first + window, count)
+        key = keys[cloud + last - 1]
+        goes_on = last < count and keys[cloud + min(last, count - 1)] == key
+        begins = first == 0 or keys[cloud + max(first, 1) - 1] != key
+        if goes_on and begins and key < voxels:
+            head = first_at_least(keys, cloud + first, cloud + last, key) - cloud
+            end = first_at_least(keys, cloud + last, cloud + count, key + 1) - cloud
+            value = edges[(2 * part + 1) * length + channel]
+            for other in range(number + 1, (end - 1) // window + 1):
+                value = met(value, edges[2 * (b * windows + other) * length + channel], reduce)
+            row = b * rows_each + (key if by_voxel else head)
+            rows[row * length + channel] = result_of(value, end - head, reduce, rows[0])
+
+
+@device
+def place_of(keys, first, last, voxel):
+    """first_at_least, for a voxel whose place is likely to be the first."""
+    if first < last and keys[first] < voxel:
+        return first_at_least(keys, first + 1, last, voxel)
+    return first
+
+
+@device
+def row_of(keys, place, last, voxel, voxels, cloud, by_voxel):
+    """The row of a voxel whose points would be at a place; -1 if there are none, or no such voxel."""
+    if place < last and voxel < voxels and keys[place] == voxel:
+        return voxel if by_voxel else place - cloud
+    return -1
+
+
+@device
+def quad_of_row(rows, row, first_row, length, channel, example):
+    return load_vector(rows, (first_row + row) * length + channel, QUAD) if row >= 0 else zeros(example, QUAD)
+
+
+@cache
+def spread_kernel(threads, whole):
+    """whole: the grid is quads of voxels, at multiples of 16 bytes."""
+    THREADS, WHOLE = threads, whole
+
+    @kernel(threads)
+    def spread_kernel(
+        keys, clouds_step, count, channels, voxels, tiles, splits, each, rows_each, by_voxel, length, rows, grid
+    ):
+        """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other."""
+        tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
+        split, b = rest % splits, rest // splits
+        first = (tile * THREADS + cuda.threadIdx.x) * 4 if WHOLE else tile * THREADS * 4 + cuda.threadIdx.x
+        step = 1 if WHOLE else THREADS
+        if first < voxels:
+            cloud = b * clouds_step
+            last = cloud + count
+            at_a = first_at_least(keys, cloud, last, first)
+            at_b = place_of(keys, at_a, last, first + step)
+            at_c = place_of(keys, at_b, last, first + 2 * step)
+            at_d = place_of(keys, at_c, last, first + 3 * step)
+            row_a = row_of(keys, at_a, last, first, voxels, cloud, by_voxel)
+            row_b = row_of(keys, at_b, last, first + step, voxels, cloud, by_voxel)
+            row_c = row_of(keys, at_c, last, first + 2 * step, voxels, cloud, by_voxel)
+            row_d = row_of(keys, at_d, last, first + 3 * step, voxels, cloud, by_voxel)
+            first_row = b * rows_each
+            for channel in range(split * each, min((split + 1) * each, channels), 4):
+                a = quad_of_row(rows, row_a, first_row, length, channel, grid[0])
+                b_ = quad_of_row(rows, row_b, first_row, length, channel, grid[0])
+                c = quad_of_row(rows, row_c, first_row, length, channel, grid[0])
+                d = quad_of_row(rows, row_d, first_row, length, channel, grid[0])
+                for n in range(4):
+                    if channel + n < channels:
+                        at = (b * channels + channel + n) * voxels + first
+                        if WHOLE:
+                            four = joined(element(a, n), element(b_, n), element(c, n), element(d, n))
+                            store_vector(grid, at, four)
+                        else:
+                            grid[at] = element(a, n)
+                            if first + step < voxels:
+                                grid[at + step] = element(b_, n)
+                            if first + 2 * step < voxels:
+                                grid[at + 2 * step] = element(c, n)
+                            if first + 3 * step < voxels:
+                                grid[at + 3 * step] = element(d, n)
+
+    return spread_kernel
