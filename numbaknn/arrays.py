@@ -109,7 +109,8 @@ class Library:
 
     def narrowed(self, array, adopted):
         """An array that `empty` made, in the half precision of another."""
-        return array.astype(adopted.dtype)
+        with np.errstate(over="ignore"):
+            return array.astype(adopted.dtype)
 
     def copy_into(self, target, array):
         """Write an array that `empty` made into a caller's one of the same shape, in the precision of that."""

@@ -228,9 +228,11 @@ def read(flat, stream, first=0, last=None):
 
 def write(flat, host, stream):
     """Copy a packed NumPy array into device memory of the same length, in the order of the stream."""
+    if not host.size:
+        return
     if SIMULATED:
         flat.owner.copy_to_device(np.ascontiguousarray(host))
-    elif host.size:
+    else:
         _checked(driver.cuMemcpyHtoDAsync(flat.address, host.ctypes.data, host.nbytes, stream))
 
 

@@ -319,7 +319,8 @@ def _extent(adopted, size):
         return 0, 0
     flat = adopted.span(1 + sum(reach))
     address = flat.ctypes.data if isinstance(flat, np.ndarray) else flat.address
-    return address, address + (1 + sum(reach)) * adopted.dtype.itemsize
+    # the simulator has no addresses
+    return (address, address + (1 + sum(reach)) * adopted.dtype.itemsize) if address else (0, 0)
 
 
 def _check_finite(coords, values, stream):

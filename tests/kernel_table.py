@@ -14,25 +14,27 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import balls, batches, binning, copying, crowds, interpolation, lists, neighbors, rows
+from numbaknn.kernels import balls, batches, binning, copying, crowds, interpolation, lists, neighbors, rows, voxels
 from numbaknn.launch import has_device
 
 REAL = "REAL"
 
 ARRAYS = {
-    REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y",
-    types.int32: "shape shapes starts cells ranks sums marks crowded",
+    REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y coords features "
+    "pooled grid",
+    types.int32: "shape shapes starts cells ranks sums marks crowded keys keys_after order order_after",
     types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes",
-    types.float64: "means",
+    types.float64: "means center",
     types.boolean: "flags",
 }
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count "
+    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count batch channels voxels side kind "
+    "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
     "entries first_entry level",
-    types.float64: "points_a_cell cell_size largest smallest eps",
-    types.boolean: "among_themselves bounded squared uniform rooted",
+    types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z",
+    types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come",
 }
 
 
@@ -184,6 +186,37 @@ KERNELS |= {
     "transpose_kernel": Entry(rows.transpose_kernel(True), (48,), loads=4, stores=1, own=WORDS),
     "transpose_kernel[unaligned]": Entry(rows.transpose_kernel(False), (64,), own=WORDS),
 }
+
+# Pooling: by where the weights are.
+IN_POOLING = {
+    **dict.fromkeys(("counts", "totals"), types.int32),
+    **dict.fromkeys(("sums", "edges"), types.float64),
+}
+
+
+def pooling(kernel, registers, **options):
+    return Entry(kernel, registers, own=IN_POOLING, **options)
+
+
+LAYERS = {"no layer": voxels.NO_LAYER, "shared": voxels.LAYER_IN_SHARED, "global": voxels.LAYER_IN_GLOBAL}
+KERNELS |= {
+    "middle_sums_kernel": pooling(voxels.middle_sums_kernel, (40, 40)),
+    "keys_kernel": pooling(voxels.keys_kernel(256), (52, 52)),
+    "count_digits_kernel": pooling(voxels.count_digits_kernel, (32,)),
+    "sum_digits_kernel": pooling(voxels.sum_digits_kernel, (32,)),
+    "move_kernel": pooling(voxels.move_kernel(256), (40,)),
+    "join_kernel": pooling(voxels.join_kernel, (40, 40)),
+    "spread_kernel": pooling(voxels.spread_kernel(256, True), (64, 64), loads=4, stores=4),
+    "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (64, 64), loads=4),
+}
+for name, layer in LAYERS.items():
+    KERNELS |= {
+        f"pool_kernel[{name}]": pooling(voxels.pool_kernel(256, layer, True, True, True), (64, 64), loads=1, stores=2),
+        f"fold_kernel[{name}]": pooling(voxels.fold_kernel(256, layer, True, True), (64, 64), loads=1, stores=2),
+    }
+KERNELS["pool_kernel[unaligned]"] = pooling(
+    voxels.pool_kernel(256, voxels.LAYER_IN_SHARED, False, False, False), (64, 64)
+)
 
 
 def signature(entry, real):

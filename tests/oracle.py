@@ -231,3 +231,30 @@ def edges(points, k, offsets=None, loop=False):
         for row, which in enumerate(indices.reshape(-1, k)):
             found += [(index + first, row + first) for index in which if index < last - first]
     return np.array(found, np.int64).reshape(-1, 2).T
+
+
+def pooled(coords, features, *, grid_size=32, voxel_size=1.0, weight=None, bias=None, center="mean", reduce="sum"):
+    """The grid that numbaknn.voxel_pool returns, point by point in float64. A point that is not finite is left out."""
+    alone = features.ndim == 2
+    features = np.atleast_3d(features.astype(np.float64)) if features.ndim == 3 else features.astype(np.float64)[None]
+    coords = np.broadcast_to(coords.astype(np.float64), (*features.shape[:2], 3))
+    if weight is not None:
+        features = features @ weight.astype(np.float64).T
+    if bias is not None:
+        features = features + bias.astype(np.float64)
+    found = np.zeros((features.shape[0], features.shape[2], grid_size, grid_size, grid_size))
+    merge = {"sum": np.sum, "mean": np.mean, "max": np.max}[reduce]
+    for points, values, grid in zip(coords, features, found):
+        there = np.isfinite(points).all(axis=1)
+        points, values = points[there], values[there]
+        if not len(points):
+            continue
+        middle = points.mean(axis=0) if isinstance(center, str) else np.zeros(3) if center is None else np.array(center)
+        with np.errstate(over="ignore"):
+            places = np.clip(np.trunc((points - middle) / voxel_size + grid_size / 2), 0, grid_size - 1).astype(int)
+        members = {}
+        for row, place in enumerate(map(tuple, places)):
+            members.setdefault(place, []).append(row)
+        for place, rows in members.items():
+            grid[(slice(None), *place)] = merge(values[rows], axis=0)
+    return found[0] if alone else found

@@ -27,7 +27,7 @@ _lock = threading.Lock()
 SMALL_ROWS = 16
 POINTS_A_THREAD = 8
 # Points of a cloud that is pooled in one launch, and of a window of those that are more.
-SMALL_POOL = 16
+SMALL_POOL = 8
 SMALL = [
     ("numbaknn.plans.neighbors", "BINNING_THREADS", 4),
     ("numbaknn.plans.neighbors", "QUERY_THREADS", 8),
@@ -391,6 +391,51 @@ def pool_both(coords, features, layout="c", **options):
     }
     found = numbaknn.voxel_pool(**placed, target="cuda")
     return _returned(found), numbaknn.voxel_pool(coords, features, **options, target="cpu")
+
+
+def pool_around(coords, features, center, **options):
+    """voxel_pool around a point that lies on the device."""
+    import numbaknn
+
+    placed = [_place(array, "c") for array in (coords, features)]
+    return _returned(numbaknn.voxel_pool(*placed, center=_place(center, "c"), **options))[1]
+
+
+def pool_into(arrays, shape, dtype, **options):
+    """The output that voxel_pool was given, and whether it returned this very one."""
+    import numbaknn
+
+    out = _place(np.full(shape, np.nan, dtype), "c")
+    found = numbaknn.voxel_pool(**{name: _place(array, "c") for name, array in arrays.items()}, out=out, **options)
+    return _returned(out)[1], found is out
+
+
+def planned_pool(draws, layout, **options):
+    """The answers of one plan, made for the first of the draws: to all of them with the layer of the first, then with their
+    own; the number of launches; what the CPU says to the same."""
+    import numbaknn
+
+    placed = [{name: _placed_pool(array, layout) for name, array in draw.items()} for draw in draws]
+    plan = numbaknn.plan(numbaknn.voxel_pool, **placed[0], target="cuda", **options)
+    layer = {name: draws[0][name] for name in ("weight", "bias")}
+    answers, right = [], []
+    for turn, (there, here) in enumerate(zip(placed, draws)):
+        found = plan(there["coords"], there["features"], copy=bool(turn % 2))
+        answers.append(_returned(found)[1].copy())
+        right.append(numbaknn.voxel_pool(**{**here, **layer}, target="cpu", **options))
+        answers.append(_returned(plan(*there.values()))[1].copy())
+        right.append(numbaknn.voxel_pool(**here, target="cpu", **options))
+    return answers, plan.launches, right
+
+
+def set_key_dtype(dtype):
+    """Keys of this dtype; None for what the grid asks for."""
+    module = sys.modules["numbaknn.plans.voxels"]
+    if dtype is None:
+        module.Pool.key_dtype = module._key_dtype
+    else:
+        module._key_dtype = module.Pool.key_dtype
+        module.Pool.key_dtype = np.dtype(dtype)
 
 
 def _placed_pool(value, layout):

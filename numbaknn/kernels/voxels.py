@@ -16,7 +16,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float64, int32
 
-from numbaknn.block import WARP, lane_and_warp, sum_before
+from numbaknn.block import MOST_WARPS, WARP, lane_and_warp, lanes_with, sum_before
 from numbaknn.geometry import is_finite, read_point
 from numbaknn.jit import SIMULATED, device, kernel
 from numbaknn.lanes import (
@@ -148,7 +148,7 @@ def clear(array, length, threads):
 def keys_kernel(threads):
     THREADS = threads
 
-    @kernel(threads)
+    @kernel
     def keys_kernel(
         coords,
         count,
@@ -243,7 +243,7 @@ def move_kernel(threads):
     THREADS, WARPS = threads, threads // WARP
     PLACES = threads // WARP * MOST_DIGITS
 
-    @kernel(threads)
+    @kernel
     def move_kernel(
         keys, order, as_they_come, count, stretch, stretches, shift, bits, counts, totals, keys_after, order_after
     ):
@@ -297,6 +297,26 @@ def move_kernel(threads):
     return move_kernel
 
 
+@device
+def count_before(condition, scratch, threads):
+    """For how many threads of the block before this one a condition holds, and for how many in all. scratch: shared memory
+    for a number a warp."""
+    lane, warp, warps = lane_and_warp(threads)
+    holding = lanes_with(condition)
+    before = int32(cuda.popc(holding & np.uint32((np.uint32(1) << np.uint32(lane)) - np.uint32(1))))
+    if lane == 0:
+        scratch[warp] = cuda.popc(holding)
+    cuda.syncthreads()
+    everything = int32(0)
+    for other in range(warps):
+        of_warp = scratch[other]
+        everything += of_warp
+        if other < warp:
+            before += of_warp
+    cuda.syncthreads()  # the scratch may be used again
+    return before, everything
+
+
 # -- Folding the points of voxels ----------------------------------------------------------------------------------------
 #
 # Points in the order of their voxels are folded a chunk at a time: what each adds to some channels is worked out by all
@@ -321,33 +341,38 @@ def put_weights(weight, width, channels, first, bits, table, threads):
 
 
 @device
-def weights_of(weight, width, channels, channel, feature, table, at, bits, in_shared):
-    """The weights of a feature for four channels, the first of which is channel `at` of its group."""
-    if in_shared:
-        return load_vector(table, (feature << bits) + at, QUAD)
-    return load_spread(weight, channel * width + feature, width, channels * width, QUAD)
+def weights_at(weight, width, channels, place, table, LAYER):
+    """The weights of a feature for four channels: at a place in shared memory, or in the matrix."""
+    if LAYER == LAYER_IN_SHARED:
+        return load_vector(table, place, QUAD)
+    return load_spread(weight, place, width, channels * width, QUAD)
 
 
 @device
 def quad_of_point(features, base, layer, channels, channel, table, at, bits, example, LAYER, BIASED, WHOLE):
-    """Four channels of the point whose features begin at `base`. layer: (width, weight, bias)."""
+    """Four channels of the point whose features begin at `base`, the first of which is channel `at` of its group.
+
+    layer: (width, weight, bias).
+    """
     width, weight, bias = layer
     if LAYER == NO_LAYER:
         value = real_of(load_quad(features, base + channel, base + width, WHOLE), example)
         return total(load_up_to(bias, channel, channels, QUAD), value) if BIASED else value
     value = load_up_to(bias, channel, channels, QUAD) if BIASED else zeros(example, QUAD)
-    in_shared = LAYER == LAYER_IN_SHARED
-    feature = 0
-    while feature + 4 <= width:
-        four = real_of(load_quad(features, base + feature, base + width, WHOLE), example)
+    place, step = (at, 1 << bits) if LAYER == LAYER_IN_SHARED else (channel * width, 1)
+    last = base + width
+    while base + 4 <= last:
+        four = real_of(load_quad(features, base, last, WHOLE), example)
         for n in range(4):
-            weights = weights_of(weight, width, channels, channel, feature + n, table, at, bits, in_shared)
-            value = with_feature(value, weights, element(four, n))
-        feature += 4
-    while feature < width:
-        weights = weights_of(weight, width, channels, channel, feature, table, at, bits, in_shared)
-        value = with_feature(value, weights, real_of(features[base + feature], example))
-        feature += 1
+            value = with_feature(value, weights_at(weight, width, channels, place, table, LAYER), element(four, n))
+            place += step
+        base += 4
+    if not WHOLE:
+        while base < last:
+            feature = real_of(features[base], example)
+            value = with_feature(value, weights_at(weight, width, channels, place, table, LAYER), feature)
+            place += step
+            base += 1
     return value
 
 
@@ -389,20 +414,20 @@ def into_grid(target, channel, four, key, head, end, closed, reduce):
 def into_rows(target, channel, four, key, head, end, closed, reduce):
     """Write the voxel to its row, or, where it reaches beyond the window, to the window's part of it.
 
-    target: (rows, first row of the element, whether rows are numbered by voxel, edges, the window's number, length of a
+    target: (the rows, first row of the element, whether rows are numbered by voxel, edges, the window's number, length of a
     row, channels, voxels).
     """
-    rows, first_row, by_voxel, edges, window, length, channels, voxels = target
+    pooled, first_row, by_voxel, edges, window, length, channels, voxels = target
     if channel < channels and key < voxels:
         if head >= 0 and closed:
-            row, count, one = key if by_voxel else head, end - head, rows[0]
+            row, count, one = key if by_voxel else head, end - head, pooled[0]
             result = joined(
                 result_of(element(four, 0), count, reduce, one),
                 result_of(element(four, 1), count, reduce, one),
                 result_of(element(four, 2), count, reduce, one),
                 result_of(element(four, 3), count, reduce, one),
             )
-            store_vector(rows, (first_row + row) * length + channel, result)
+            store_vector(pooled, (first_row + row) * length + channel, result)
         else:
             opening = head < 0
             store_vector(edges, (2 * window + (0 if opening else 1)) * length + channel, four)
@@ -426,6 +451,7 @@ def fold(
     bits,
     shared,
     staged,
+    scratch,
     reduce,
     write,
     target,
@@ -437,7 +463,7 @@ def fold(
     """Fold the points first..last - 1 of a sorted list, in channels from `channel` on, 2^bits of them.
 
     is_head, is_end: whether the first of them begins a voxel, and the last one ends one. base: the first feature of the
-    element's first point. shared: the weights, and from `staged` on room for a chunk.
+    element's first point. shared: the weights, and from `staged` on room for a chunk. scratch: for count_before.
     """
     borders = cuda.shared.array(BORDERS, int32)
     carried = cuda.shared.array(CARRIED, float64, ALIGNED)
@@ -457,7 +483,7 @@ def fold(
         begins = thread < here
         if thread > 0 and begins:
             begins = key_at(points, at + thread) != key_at(points, at + thread - 1)
-        before, several = sum_before(1 if begins else 0, THREADS)
+        before, several = count_before(begins, scratch, THREADS)
         if begins:
             borders[before] = thread
         if thread == 0:
@@ -476,10 +502,9 @@ def fold(
                 four = load_vector(carried, side * MOST_GROUP + quad, QUAD)
             for place in range(begin, end):
                 four = met(four, converted(load_vector(shared, staged + (place << bits) + quad, QUAD), start), reduce)
-            if at + end == last:
-                write(target, channel + quad, four, key, head, last, is_end, reduce)
-            elif key_at(points, at + end) != key:
-                write(target, channel + quad, four, key, head, at + end, True, reduce)
+            closed = is_end if at + end == last else key_at(points, at + end) != key
+            if closed or at + end == last:
+                write(target, channel + quad, four, key, head, at + end, closed, reduce)
             else:
                 store_vector(carried, (1 - side) * MOST_GROUP + quad, four)
                 carried_heads[1 - side] = head
@@ -512,7 +537,7 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
     at multiples of 16 bytes; whole_grid: whether the grid is."""
     THREADS, LAYER, BIASED, WHOLE, WHOLE_GRID = threads, layer, biased, whole, whole_grid
 
-    @kernel(threads)
+    @kernel
     def pool_kernel(
         coords,
         clouds_step,
@@ -541,6 +566,7 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
         """
         shared = cuda.shared.array(0, grid.dtype, ALIGNED)
         middles = cuda.shared.array(3, float64)
+        scratch = cuda.shared.array(MOST_WARPS, int32)
         listed = cuda.shared.array(MOST_POINTS, int32)
         ordered = cuda.shared.array(MOST_POINTS, int32)
         thread, voxels = cuda.threadIdx.x, side * side * side
@@ -568,7 +594,7 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
                 x, y, z = read_point(coords, cloud + point, 3)
                 key = voxel_of(x, y, z, middle, voxel_size, side) - first_voxel
                 inside = key >= 0 and key < here
-            before, some = sum_before(1 if inside else 0, THREADS)
+            before, some = count_before(inside, scratch, THREADS)
             if inside:
                 listed[several + before] = (key << NUMBER_BITS) + point
             several += some
@@ -601,6 +627,7 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
             bits,
             shared,
             (width << bits) if LAYER == LAYER_IN_SHARED else 0,
+            scratch,
             reduce,
             into_grid,
             (grid, start, channels, voxels),
@@ -621,7 +648,7 @@ def fold_kernel(threads, layer, biased, whole):
     """The kernel for sorted clouds, with parameters as those of `pool_kernel`."""
     THREADS, LAYER, BIASED, WHOLE = threads, layer, biased, whole
 
-    @kernel(threads)
+    @kernel
     def fold_kernel(
         keys,
         order,
@@ -641,11 +668,12 @@ def fold_kernel(threads, layer, biased, whole):
         rows_each,
         by_voxel,
         length,
-        rows,
+        pooled,
         edges,
     ):
         """A window of the sorted points of one element in 2^bits channels a block; groups of channels follow each other."""
-        shared = cuda.shared.array(0, rows.dtype, ALIGNED)
+        shared = cuda.shared.array(0, pooled.dtype, ALIGNED)
+        scratch = cuda.shared.array(MOST_WARPS, int32)
         groups = (channels + (1 << bits) - 1) >> bits
         channel, part = (cuda.blockIdx.x % groups) << bits, cuda.blockIdx.x // groups
         b, cloud = part // windows, part // windows * clouds_step
@@ -676,9 +704,10 @@ def fold_kernel(threads, layer, biased, whole):
             bits,
             shared,
             (width << bits) if LAYER == LAYER_IN_SHARED else 0,
+            scratch,
             reduce,
             into_rows,
-            (rows, b * rows_each, by_voxel, edges, part, length, channels, voxels),
+            (pooled, b * rows_each, by_voxel, edges, part, length, channels, voxels),
             THREADS,
             LAYER,
             BIASED,
@@ -690,7 +719,20 @@ def fold_kernel(threads, layer, biased, whole):
 
 @kernel
 def join_kernel(
-    keys, clouds_step, count, batch, channels, voxels, reduce, window, windows, rows_each, by_voxel, length, edges, rows
+    keys,
+    clouds_step,
+    count,
+    batch,
+    channels,
+    voxels,
+    reduce,
+    window,
+    windows,
+    rows_each,
+    by_voxel,
+    length,
+    edges,
+    pooled,
 ):
     """Put together the voxels that reach over more than one window. One thread a window and channel: does it for the voxel
     that begins in the window and goes on in the next."""
@@ -710,7 +752,7 @@ def join_kernel(
             for other in range(number + 1, (end - 1) // window + 1):
                 value = met(value, edges[2 * (b * windows + other) * length + channel], reduce)
             row = b * rows_each + (key if by_voxel else head)
-            rows[row * length + channel] = result_of(value, end - head, reduce, rows[0])
+            pooled[row * length + channel] = result_of(value, end - head, reduce, pooled[0])
 
 
 @device
@@ -730,8 +772,8 @@ def row_of(keys, place, last, voxel, voxels, cloud, by_voxel):
 
 
 @device
-def quad_of_row(rows, row, first_row, length, channel, example):
-    return load_vector(rows, (first_row + row) * length + channel, QUAD) if row >= 0 else zeros(example, QUAD)
+def quad_of_row(pooled, row, first_row, length, channel, example):
+    return load_vector(pooled, (first_row + row) * length + channel, QUAD) if row >= 0 else zeros(example, QUAD)
 
 
 @cache
@@ -739,9 +781,9 @@ def spread_kernel(threads, whole):
     """whole: the grid is quads of voxels, at multiples of 16 bytes."""
     THREADS, WHOLE = threads, whole
 
-    @kernel(threads)
+    @kernel
     def spread_kernel(
-        keys, clouds_step, count, channels, voxels, tiles, splits, each, rows_each, by_voxel, length, rows, grid
+        keys, clouds_step, count, channels, voxels, tiles, splits, each, rows_each, by_voxel, length, pooled, grid
     ):
         """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other."""
         tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
@@ -761,10 +803,10 @@ def spread_kernel(threads, whole):
             row_d = row_of(keys, at_d, last, first + 3 * step, voxels, cloud, by_voxel)
             first_row = b * rows_each
             for channel in range(split * each, min((split + 1) * each, channels), 4):
-                a = quad_of_row(rows, row_a, first_row, length, channel, grid[0])
-                b_ = quad_of_row(rows, row_b, first_row, length, channel, grid[0])
-                c = quad_of_row(rows, row_c, first_row, length, channel, grid[0])
-                d = quad_of_row(rows, row_d, first_row, length, channel, grid[0])
+                a = quad_of_row(pooled, row_a, first_row, length, channel, grid[0])
+                b_ = quad_of_row(pooled, row_b, first_row, length, channel, grid[0])
+                c = quad_of_row(pooled, row_c, first_row, length, channel, grid[0])
+                d = quad_of_row(pooled, row_d, first_row, length, channel, grid[0])
                 for n in range(4):
                     if channel + n < channels:
                         at = (b * channels + channel + n) * voxels + first
