@@ -194,29 +194,35 @@ IN_POOLING = {
 }
 
 
-def pooling(kernel, registers, **options):
-    return Entry(kernel, registers, own=IN_POOLING, **options)
+def pooling(kernel, registers, wide=False, halves=False, **options):
+    """wide: keys for more than 2^31 voxels; halves: features as the bits of float16."""
+    own = {**IN_POOLING, **({"keys": types.int64} if wide else {}), **({"features": types.int16} if halves else {})}
+    return Entry(kernel, registers, own=own, **options)
 
 
 LAYERS = {"no layer": voxels.NO_LAYER, "shared": voxels.LAYER_IN_SHARED, "global": voxels.LAYER_IN_GLOBAL}
+POOL_REGISTERS = {"no layer": (80, 82), "shared": (72, 74), "global": (76, 80)}
+FOLD_REGISTERS = {"no layer": (80, 80), "shared": (78, 84), "global": (80, 78)}
 KERNELS |= {
-    "middle_sums_kernel": pooling(voxels.middle_sums_kernel, (40, 40)),
-    "keys_kernel": pooling(voxels.keys_kernel(256), (52, 52)),
-    "count_digits_kernel": pooling(voxels.count_digits_kernel, (32,)),
-    "sum_digits_kernel": pooling(voxels.sum_digits_kernel, (32,)),
-    "move_kernel": pooling(voxels.move_kernel(256), (40,)),
-    "join_kernel": pooling(voxels.join_kernel, (40, 40)),
-    "spread_kernel": pooling(voxels.spread_kernel(256, True), (64, 64), loads=4, stores=4),
-    "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (64, 64), loads=4),
+    "middle_sums_kernel": pooling(voxels.middle_sums_kernel, (32, 30)),
+    "keys_kernel": pooling(voxels.keys_kernel(256), (56, 56)),
+    "keys_kernel[64 bits]": pooling(voxels.keys_kernel(256), (56, 56), wide=True),
+    "count_digits_kernel": pooling(voxels.count_digits_kernel, (30,)),
+    "sum_digits_kernel": pooling(voxels.sum_digits_kernel, (30,)),
+    "move_kernel": pooling(voxels.move_kernel(256), (38,)),
+    "join_kernel": pooling(voxels.join_kernel, (39, 39)),
+    "spread_kernel": pooling(voxels.spread_kernel(256, True), (48, 66), loads=4, stores=4),
+    "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (42, 58), loads=4),
+    "pool_kernel[halves]": pooling(
+        voxels.pool_kernel(256, voxels.NO_LAYER, False, True, True), (80,), stores=1, halves=True
+    ),
+    "pool_kernel[unaligned]": pooling(voxels.pool_kernel(256, voxels.LAYER_IN_SHARED, False, False, False), (72, 72)),
 }
 for name, layer in LAYERS.items():
-    KERNELS |= {
-        f"pool_kernel[{name}]": pooling(voxels.pool_kernel(256, layer, True, True, True), (64, 64), loads=1, stores=2),
-        f"fold_kernel[{name}]": pooling(voxels.fold_kernel(256, layer, True, True), (64, 64), loads=1, stores=2),
-    }
-KERNELS["pool_kernel[unaligned]"] = pooling(
-    voxels.pool_kernel(256, voxels.LAYER_IN_SHARED, False, False, False), (64, 64)
-)
+    kernel = voxels.pool_kernel(256, layer, True, True, True)
+    KERNELS[f"pool_kernel[{name}]"] = pooling(kernel, POOL_REGISTERS[name], loads=1, stores=2)
+    kernel = voxels.fold_kernel(256, layer, True, True)
+    KERNELS[f"fold_kernel[{name}]"] = pooling(kernel, FOLD_REGISTERS[name], loads=1, stores=1)
 
 
 def signature(entry, real):

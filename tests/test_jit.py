@@ -42,7 +42,7 @@ RANKS = [
     {"neighbors", "voxels", "rows", "dense", "distributed"},
     {"planning"},
     {"plans.batches"},
-    {"plans.balls"},
+    {"plans.balls", "plans.voxels"},
     {"plans.*"},
     {"streaming"},
     {"arrays"},
@@ -52,7 +52,7 @@ RANKS = [
     {"kernels.*", "loops.*"},
     {"lists"},
     {"balls"},
-    {"search", "weights", "rowwise", "batches"},
+    {"search", "weights", "rowwise", "batches", "pooling"},
     {"crowds"},
     {"geometry", "topk", "block"},
     {"lanes"},
@@ -230,14 +230,16 @@ def test_second_process_compiles_nothing():
 import pathlib
 import numpy as np
 import numbaknn as nk
-from numbaknn.loops import binning, interpolation, neighbors, rows
+from numbaknn.loops import binning, interpolation, neighbors, rows, voxels
 points = np.random.default_rng(0).random((50, 3))
 nk.knn(points, points, k=2, target="cpu")
 nk.interpolate(points, points, points, k=2, target="cpu")
 nk.row_score(points, *points[:3], target="cpu")
 nk.layer_norm(points, *points[:2], target="cpu")
+nk.voxel_pool(points, points, grid_size=4, target="cpu")
 functions = binning.measure_points, binning.bin_points, binning.first_bad_row, interpolation.interpolate_loop
 functions += neighbors.knn_loop, rows.row_score_loop, rows.layer_norm_loop
+functions += voxels.middles_loop, voxels.keys_loop, voxels.sort_loop, voxels.pool_loop
 print(sum(sum(function.stats.cache_misses.values()) for function in functions))
 print(len(list(pathlib.Path(nk.__file__).parent.rglob("*.nbc"))))
 """
@@ -316,6 +318,63 @@ def test_vectors_as_reals(operation, length, real, rng):
     both(a, b, out, with_one)
     same_bits(out, [operation.python_twin(x, y) for x, y in zip(a, b)])
     same_bits(with_one, [operation.python_twin(x, b[0]) for x in a])
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_the_larger(real, rng):
+    """As reals and as vectors; a NaN on either side stays, of equal ones it is the first."""
+    a, b = rng.permutation(patterns(rng, real))[:960], rng.permutation(patterns(rng, real))[:960]
+    a[:6], b[:6] = [0, -0.0, 1, np.nan, np.nan, np.inf], [-0.0, 0, np.nan, 1, np.nan, np.nan]
+    out = np.empty_like(a)
+    compiled_over(lanes.larger, 2)(out, a, b)
+    same_bits(out, [lanes.larger.python_twin(x, y) for x, y in zip(a, b)])
+    same_bits(out, lanes.larger.python_twin(a, b))
+    same_bits(out[:6], np.array([0, -0.0, np.nan, np.nan, np.nan, np.nan], real))
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(out, np.maximum(a, b))
+    slots = (0,) * 4
+
+    @numba.njit
+    def by_vectors(a, b, out):
+        for first in range(0, a.size, 4):
+            larger = lanes.larger(lanes.load_vector(a, first, slots), lanes.load_vector(b, first, slots))
+            lanes.store_vector(out, first, larger)
+
+    vectors = np.empty_like(a)
+    by_vectors(a, b, vectors)
+    same_bits(vectors, out)
+
+
+@pytest.mark.parametrize("real", REALS)
+@pytest.mark.parametrize("other", REALS)
+def test_converted_vectors(real, other, rng):
+    values = rng.permutation(patterns(rng, real))[:960]
+    slots = (0,) * 16
+
+    @numba.njit
+    def convert(values, out):
+        for first in range(0, values.size, 16):
+            lanes.store_vector(out, first, lanes.converted(lanes.load_vector(values, first, slots), out[0]))
+
+    out = np.empty(values.size, other)
+    convert(values, out)
+    with np.errstate(over="ignore"):
+        same_bits(out, lanes.converted.python_twin(values, other(0)))
+        same_bits(out, values.astype(other))
+
+
+@pytest.mark.parametrize("real", REALS)
+def test_joined(real, rng):
+    columns = [rng.permutation(patterns(rng, real))[:100] for _ in range(4)]
+
+    @numba.njit
+    def join(a, b, c, d, out):
+        for n in range(a.size):
+            lanes.store_vector(out, 4 * n, lanes.joined(a[n], b[n], c[n], d[n]))
+
+    out = np.empty(400, real)
+    join(*columns, out)
+    same_bits(out, np.concatenate([lanes.joined.python_twin(*row) for row in zip(*columns)]))
 
 
 @pytest.mark.parametrize("real", REALS)
@@ -588,6 +647,6 @@ def test_every_instruction_is_compared():
         "product total root bits_of order_key real_of_key as_type_of rarely store_point load_point filled insert fold "
     )
     compared += "difference clamped zeros sum_of sum_by_quads element quad_of load_vector store_vector load_spread "
-    compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes"
+    compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes larger joined converted"
     there = {name for module in (lanes, topk) for name, value in vars(module).items() if hasattr(value, "python_twin")}
     assert there == set(compared.split())
