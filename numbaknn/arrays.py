@@ -21,7 +21,7 @@ from numba import cuda
 
 from numbaknn import errors
 from numbaknn.jit import SIMULATED
-from numbaknn.kernels.copying import convert_kernel, pack_kernel, take_rows_kernel
+from numbaknn.kernels.copying import convert_kernel, pack_batch_kernel, pack_kernel, take_rows_kernel
 from numbaknn.launch import Flat, Launch, dispatch, free_device_bytes, has_device
 from numbaknn.memory import free_host_bytes
 
@@ -311,6 +311,8 @@ class NumbaDevice(Library):
         packed = cuda.device_array(prod(array.shape), dtype)
         if packed.size and array.ndim == 1:
             dispatch(convert_kernel, packed.size, THREADS, self.stream(), array, packed)
+        elif packed.size and array.ndim == 3 and not array.is_c_contiguous():
+            dispatch(pack_batch_kernel, packed.size, THREADS, self.stream(), array, packed)
         elif packed.size:
             matrix = array if array.ndim == 2 else array.reshape(array.shape[0], prod(array.shape[1:]))
             dispatch(pack_kernel, packed.size, THREADS, self.stream(), matrix, packed)

@@ -65,8 +65,8 @@ class Entry:
     scalars: str = ""
 
 
-def strided(dtype):
-    return types.Array(dtype, 2, "A")
+def strided(dtype, axes=2):
+    return types.Array(dtype, axes, "A")
 
 
 KERNELS = {
@@ -88,6 +88,9 @@ KERNELS = {
     "scan_sums_of_crowds_kernel": Entry(crowds.scan_sums_of_crowds_kernel, (32,)),
     "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (20,)),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
+    "pack_batch_kernel": Entry(
+        copying.pack_batch_kernel, (26,), own={"source": strided(types.float16, 3), "target": types.float32}
+    ),
     "convert_kernel": Entry(copying.convert_kernel, (12,), own={"source": types.float32, "target": types.float64}),
     "take_rows_kernel": Entry(
         copying.take_rows_kernel, (20,), own={"source": types.int64, "target": types.int64, "fill": types.int64}

@@ -17,6 +17,16 @@ def pack_kernel(source, target):
 
 
 @kernel
+def pack_batch_kernel(source, target):
+    """The same for a batch of matrices."""
+    n = cuda.grid(1)
+    if n < target.size:
+        rows, columns = source.shape[1], source.shape[2]
+        row = n // columns
+        target[n] = source[row // rows, row % rows, n % columns]
+
+
+@kernel
 def convert_kernel(source, target):
     """Copy flat memory into flat memory of another precision. One thread an element."""
     n = cuda.grid(1)
