@@ -95,6 +95,11 @@ class Library:
         array = np.empty(shape, dtype)
         return array, array.reshape(-1)
 
+    def zeros(self, shape, dtype):
+        """The same, filled with zeros: by the system, where the array is large and is read before it is written."""
+        array = np.zeros(shape, dtype)
+        return array, array.reshape(-1)
+
     def as_numpy(self, array):
         return np.asarray(array)
 
@@ -188,6 +193,10 @@ class TorchHost(Library):
     def empty(self, shape, dtype):
         tensor = self.torch.empty(shape, dtype=self._dtype(dtype))
         return tensor, tensor.numpy().reshape(-1)
+
+    def zeros(self, shape, dtype):
+        array, flat = super().zeros(shape, dtype)
+        return self.torch.from_numpy(array), flat
 
     def copied(self, array):
         return array.clone()

@@ -250,22 +250,24 @@ class _Pooling:
         for library in {self.library} | staged:
             check_fits(what, prod(self.shape), (self.dtype,), library)
 
-    def empty_grid(self):
-        """(array, its flat memory) in the precision of the computation."""
+    def new_grid(self):
+        """(array, its flat memory, whether it has to be cleared) in the precision of the computation."""
         if self._out is not None and not self._half:
-            return self._out.array, self._out.span(prod(self.shape))
-        return self.library.empty(self.shape, self.dtype)
+            return self._out.array, self._out.span(prod(self.shape)), True
+        if self.target == "cpu":
+            return *self.library.zeros(self.shape, self.dtype), False
+        return *self.library.empty(self.shape, self.dtype), True
 
     def run(self):
         self.check_memory()
         stream = self.library.stream() if self.target == "cuda" else 0
         flats = self.flats(self.inputs)
         self.check(self.inputs[0], flats[0], stream)
-        grid, flat = self.empty_grid()
+        grid, flat, clears = self.new_grid()
         if flat.size == 0:
             return self.finished(grid)
         if self.target == "cpu":
-            HostPool(self.pool).run([*flats, flat])
+            HostPool(self.pool).run([*flats, flat], clears)
         elif self.library.device is not None:
             run_once(self.pool, [*flats, flat], self.library, stream)
         else:
@@ -361,7 +363,7 @@ class _PoolPlan(Plan):
         self._library, self._examples = call.library, call.inputs
         self._on_device = call.target == "cuda" and prod(call.shape) > 0
         self._staged = self._on_device and self._library.device is None
-        self._grid, self._flat = call.empty_grid()
+        self._grid, self._flat, _ = call.new_grid()
         workspace = _uploader() if self._staged else self._library
         stream = workspace.stream() if self._on_device else 0
         flats = call.flats(self._examples)

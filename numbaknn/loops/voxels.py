@@ -202,13 +202,29 @@ def pool_run(order, first, last, cloud, window, features, base, width, layer, ch
 
 @part_of_loop
 def pool_stretch(
-    b, channel, first, last, cloud, keys, order, count, window, features, width, layer, reduce, values, grid, shape
+    b,
+    channel,
+    first,
+    last,
+    cloud,
+    keys,
+    order,
+    count,
+    window,
+    features,
+    width,
+    layer,
+    reduce,
+    values,
+    grid,
+    shape,
+    clears,
 ):
     """Write sixteen channels of the voxels first..last - 1 of an element of the batch. shape: (channels, voxels)."""
     channels, voxels = shape
     several = min(len(PART), channels - channel)
     start = (b * channels + channel) * voxels
-    for n in range(several):
+    for n in range(several if clears else 0):
         for voxel in range(start + n * voxels + first, start + n * voxels + last):
             grid[voxel] = 0
     at = first_at_least(keys, cloud, cloud + count, first)
@@ -225,9 +241,12 @@ def pool_stretch(
 
 @loop
 def pool_loop(
-    batch, keys, order, clouds, count, window, features, width, layer, channels, voxels, stretch, reduce, grid
+    batch, keys, order, clouds, count, window, features, width, layer, channels, voxels, stretch, reduce, grid, clears
 ):
-    """Pool the sorted points of every element of a batch, so many voxels a stretch. clouds: 1 for one that serves all."""
+    """Pool the sorted points of every element of a batch, so many voxels a stretch.
+
+    clouds: 1 for one that serves all. clears: whether the grid has to be filled with zeros first.
+    """
     parts, stretches = (channels + len(PART) - 1) // len(PART), (voxels + stretch - 1) // stretch
     for n in prange(batch * parts * stretches):
         values = np.empty(len(PART))
@@ -251,4 +270,5 @@ def pool_loop(
             values,
             grid,
             (channels, voxels),
+            clears,
         )

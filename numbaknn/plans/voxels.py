@@ -122,8 +122,8 @@ class HostPool:
         self._orders = [np.empty(points, np.int32) for _ in range(2)]
         self._lock = Lock()
 
-    def run(self, flats):
-        """Fill the grid, the last of the flats."""
+    def run(self, flats, clears=True):
+        """Fill the grid, the last of the flats. clears: whether it is not full of zeros already."""
         pool, named = self._pool, dict(zip(self._pool.names, flats))
         kind, given = pool.middle
         center = named.get("center", np.array(given, np.float64))
@@ -155,6 +155,7 @@ class HostPool:
                 VOXELS_A_STRETCH,
                 pool.reduce,
                 named["grid"],
+                clears,
             )
 
     def _sort(self):
