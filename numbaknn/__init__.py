@@ -1,4 +1,4 @@
-"""numbaknn: exact nearest neighbours on a grid, and scores of wide tables, on the GPU and on the CPU, in Python.
+"""numbaknn: exact nearest neighbours on a grid, scores of wide tables and pooling into voxels, on the GPU and on the CPU.
 
 Every GPU kernel is written with ``numba.cuda``; the same arithmetic, compiled with ``numba.njit``, serves machines without
 a GPU. Arrays of NumPy, CuPy, PyTorch and anything with ``__cuda_array_interface__`` or DLPack are taken as they are and

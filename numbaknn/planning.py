@@ -24,7 +24,7 @@ def plan(function: Callable, *arrays: Any, **options: Any) -> Plan:
     Parameters
     ----------
     function : callable
-        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score` or `numbaknn.layer_norm`.
+        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score`, `numbaknn.layer_norm` or `numbaknn.voxel_pool`.
     *arrays : array
         Examples of the arrays of the call: they fix shapes, dtypes, device and library. Their values don't matter.
     **options
