@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -15,9 +15,10 @@ from numbaknn.kernels.binning import first_bad_row_kernel
 from numbaknn.kernels.copying import convert_kernel
 from numbaknn.launch import Launch, read, write
 from numbaknn.loops.binning import first_bad_row
-from numbaknn.memory import check_fits
+from numbaknn.memory import WORTH_ASKING, check_fits
 from numbaknn.planning import Plan, check_like, plannable
 from numbaknn.plans.neighbors import POINTS_A_CHUNK
+from numbaknn.plans.rows import is_aligned
 from numbaknn.plans.voxels import DevicePool, HostPool, Pool, run_once, variant
 from numbaknn.pooling import OF_ARRAY, OF_CALL, OF_POINTS, REDUCTIONS
 
@@ -158,11 +159,9 @@ class _Pooling:
             channels = layer[0].shape[0]
         if bias is not None:
             errors.check_bias(layer[-1].shape, channels)
-        side, voxel_size = errors.check_grid_size(grid_size), errors.check_size("voxel_size", voxel_size)
-        reduce = REDUCTIONS[errors.check_choice("reduce", reduce, tuple(REDUCTIONS))]
-        errors.check_flag("deterministic", deterministic)
+        options = grid_size, voxel_size, reduce, deterministic, check_finite
+        side, voxel_size, reduce, self.check_finite = _options(*options)
         middle, center = _adopt_center(center)
-        self.check_finite = errors.check_choice("check_finite", check_finite, CHECKS)
         self.inputs = (coords, features, *layer, *center)
         self.target = chosen_target(target, coords)
         for array in self.inputs[1:]:
@@ -244,6 +243,8 @@ class _Pooling:
             _check_finite(coords, flat, stream)
 
     def check_memory(self):
+        if prod(self.shape) * self.dtype.itemsize < WORTH_ASKING:
+            return
         side = self.pool.side
         what = f"a grid of {self.pool.batch:,} x {self.pool.channels:,} channels of {side:,}^3 voxels"
         staged = {_uploader()} if self.target == "cuda" and self.library.device is None else set()
@@ -285,6 +286,25 @@ class _Pooling:
         elif self._half:
             return hand_back(self.library, self.library.narrowed(grid, self._features))
         return hand_back(self.library, grid) if self._out is None else self._out.array
+
+
+def _checked_options(grid_size, voxel_size, reduce, deterministic, check_finite):
+    side, voxel_size = errors.check_grid_size(grid_size), errors.check_size("voxel_size", voxel_size)
+    reduce = REDUCTIONS[errors.check_choice("reduce", reduce, tuple(REDUCTIONS))]
+    errors.check_flag("deterministic", deterministic)
+    return side, voxel_size, reduce, errors.check_choice("check_finite", check_finite, CHECKS)
+
+
+_known_options = lru_cache(maxsize=128, typed=True)(_checked_options)
+
+
+def _options(*options):
+    """The options of a call, checked once for each combination that can be remembered."""
+    try:
+        hash(options)
+    except TypeError:
+        return _checked_options(*options)  # an unhashable option may be a wrong one; the check says which
+    return _known_options(*options)
 
 
 def _adopt_center(center):
@@ -357,6 +377,9 @@ def _uploaded(values, stream):
 class _PoolPlan(Plan):
     """A plan of `voxel_pool`. Runs take coordinates and features, or those and the arrays of the layer and the centre."""
 
+    # The graph that runs on arrays just as the examples were, where there is such a way.
+    _quick = None
+
     def __init__(self, call):
         call.check_memory()
         self._call = call
@@ -378,8 +401,22 @@ class _PoolPlan(Plan):
             self._inputs = [workspace.empty((flat.size,), flat.dtype)[1] for flat in flats[:2]]
             self._device_grid = workspace.empty((self._flat.size,), self._flat.dtype)[1]
         placed = self._inputs if self._staged else flats[:2]
-        pool = self._pool_for([*placed, *self._fixed, self._device_grid])
+        flats = [*placed, *self._fixed, self._device_grid]
+        pool = self._pool_for(flats)
         self.launches, self.device_bytes = len(pool.launches), pool.device_bytes
+        self._prepare_quick(pool, flats)
+
+    def _prepare_quick(self, pool, flats):
+        """Note what is needed to run on arrays that are just as the examples were by their addresses."""
+        call = self._call
+        coords, features, *_ = self._examples
+        as_they_are = coords.dtype == call.coords_dtype and features.dtype == call.dtype
+        if self._staged or not as_they_are or call.check_finite is True:
+            return
+        self._wanted = (coords.shape, coords.dtype), (features.shape, features.dtype)
+        self._quick = pool.graph
+        self._alignment = 16 if is_aligned(flats[1]) else 1
+        self._rest = [flat.address for flat in flats[2:]]
 
     def _pool_for(self, flats):
         """What runs on memory of this alignment."""
@@ -392,6 +429,12 @@ class _PoolPlan(Plan):
         return pool
 
     def _run(self, arrays):
+        if self._quick is not None and len(arrays) == 2:
+            like = self._library.address_like
+            coords, features = (like(array, *wanted) for array, wanted in zip(arrays, self._wanted))
+            if coords is not None and features is not None and features % self._alignment == 0:
+                self._quick.run_at([coords, features, *self._rest], self._library.stream())
+                return self._grid
         call, examples = self._call, self._examples
         if len(arrays) not in (2, len(examples)):
             names = ", ".join(example.name for example in examples)

@@ -204,8 +204,8 @@ def pooling(kernel, registers, wide=False, halves=False, **options):
 
 
 LAYERS = {"no layer": voxels.NO_LAYER, "shared": voxels.LAYER_IN_SHARED, "global": voxels.LAYER_IN_GLOBAL}
-POOL_REGISTERS = {"no layer": (80, 82), "shared": (72, 74), "global": (76, 80)}
-FOLD_REGISTERS = {"no layer": (80, 80), "shared": (78, 84), "global": (80, 78)}
+POOL_REGISTERS = {"no layer": (80, 82), "shared": (72, 82), "global": (88, 80)}
+FOLD_REGISTERS = {"no layer": (80, 80), "shared": (78, 76), "global": (80, 78)}
 KERNELS |= {
     "middle_sums_kernel": pooling(voxels.middle_sums_kernel, (32, 30)),
     "keys_kernel": pooling(voxels.keys_kernel(256), (56, 56)),

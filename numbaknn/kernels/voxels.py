@@ -60,6 +60,10 @@ MOST_DIGITS = 1 << 10
 NUMBER_BITS = 10
 NUMBERS = (1 << NUMBER_BITS) - 1
 
+# Weights that a block of `pool_kernel` reads before it knows whether it has points at all: so many elements are on their
+# way meanwhile, and are little beside what it writes. (In the simulator lanes exchange values through that memory.)
+EARLY_WEIGHTS = 0 if SIMULATED else 2048
+
 # Lengths of shared memory, where the compiler wants a number.
 BORDERS = MOST_CHUNK + 1
 CARRIED = 2 * MOST_GROUP
@@ -349,6 +353,15 @@ def weights_at(weight, width, channels, place, table, LAYER):
 
 
 @device
+def with_quad(value, four, weight, width, channels, place, step, table, LAYER):
+    """Four channels of a point so far, and four features more, whose weights begin at a place."""
+    for n in range(4):
+        weights = weights_at(weight, width, channels, place + n * step, table, LAYER)
+        value = with_feature(value, weights, element(four, n))
+    return value
+
+
+@device
 def quad_of_point(features, base, layer, channels, channel, table, at, bits, example, LAYER, BIASED, WHOLE):
     """Four channels of the point whose features begin at `base`, the first of which is channel `at` of its group.
 
@@ -361,11 +374,21 @@ def quad_of_point(features, base, layer, channels, channel, table, at, bits, exa
     value = load_up_to(bias, channel, channels, QUAD) if BIASED else zeros(example, QUAD)
     place, step = (at, 1 << bits) if LAYER == LAYER_IN_SHARED else (channel * width, 1)
     last = base + width
+    while base + 16 <= last:  # all four quads are on their way before the first is needed
+        a = real_of(load_quad(features, base, last, WHOLE), example)
+        b = real_of(load_quad(features, base + 4, last, WHOLE), example)
+        c = real_of(load_quad(features, base + 8, last, WHOLE), example)
+        d = real_of(load_quad(features, base + 12, last, WHOLE), example)
+        value = with_quad(value, a, weight, width, channels, place, step, table, LAYER)
+        value = with_quad(value, b, weight, width, channels, place + 4 * step, step, table, LAYER)
+        value = with_quad(value, c, weight, width, channels, place + 8 * step, step, table, LAYER)
+        value = with_quad(value, d, weight, width, channels, place + 12 * step, step, table, LAYER)
+        place += 16 * step
+        base += 16
     while base + 4 <= last:
         four = real_of(load_quad(features, base, last, WHOLE), example)
-        for n in range(4):
-            value = with_feature(value, weights_at(weight, width, channels, place, table, LAYER), element(four, n))
-            place += step
+        value = with_quad(value, four, weight, width, channels, place, step, table, LAYER)
+        place += 4 * step
         base += 4
     if not WHOLE:
         while base < last:
@@ -576,6 +599,9 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
         here, start = min(1 << tile_bits, voxels - first_voxel), b * channels * voxels + first_voxel
         fill(grid, start, channel, channels, voxels, here, tile_bits, bits, grid[0], THREADS, WHOLE_GRID)
 
+        early = LAYER == LAYER_IN_SHARED and width << bits <= EARLY_WEIGHTS
+        if early:
+            put_weights(weight, width, channels, channel, bits, shared, THREADS)
         cloud = b * clouds_step
         if thread < LANES:
             middle = given_middle(kind, (given_x, given_y, given_z), center)
@@ -600,7 +626,7 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
             several += some
         if several == 0:
             return
-        if LAYER == LAYER_IN_SHARED:
+        if LAYER == LAYER_IN_SHARED and not early:
             put_weights(weight, width, channels, channel, bits, shared, THREADS)
         cuda.syncthreads()
         for n in range(thread, several, THREADS):

@@ -31,8 +31,8 @@ SPREAD_THREADS = 256
 # its own, which for 1,024 is 12 KiB read for 32 KiB written.
 SMALL_POINTS = kernels.MOST_POINTS
 
-# Elements of the grid that a block of that launch writes: 128 channels of 64 voxels to four of 2,048.
-TILE_ELEMENTS = 8192
+# Elements of the grid that a block of that launch writes: 32 channels of 512 voxels to four of 4,096.
+TILE_ELEMENTS = 16384
 
 # Points of a window, of which the sums are made (pooling.py): a block's work.
 WINDOW = 1024
@@ -355,8 +355,8 @@ class DevicePool:
 
 
 def variant(pool, flats):
-    """What a `DevicePool` is made for."""
-    return pool, tuple((flat.size, np.dtype(flat.dtype)) for flat in flats), is_aligned(flats[1]), is_aligned(flats[-1])
+    """What a `DevicePool` is made for: the call, how coordinates and features are stored, what lies at whole quads."""
+    return pool, flats[0].dtype, flats[1].dtype, is_aligned(flats[1]), is_aligned(flats[-1])
 
 
 _small_kept, _large_kept = Kept(MOST_KEPT), Kept(MOST_LARGE_KEPT)
