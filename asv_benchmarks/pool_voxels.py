@@ -513,11 +513,11 @@ def main():
     page.say(f"{name}, CuPy {cupy.__version__}, numbaknn {numbaknn.__version__}, NumPy {np.__version__}")
 
     check_bits(page)
-    tiles = [{"tile_elements": elements} for elements in (4096, 16384, 32768)]
+    tiles = [{"tile_elements": elements} for elements in (4096, 8192, 32768)]
     groups = [{"group": 8}, {"group": 16}]
     measure(page, HOT, [*tiles, *groups, {"small_points": 0}])
     measure_calls(page, HOT)
-    measure(page, PLAIN, tiles[1:] if arguments.sweep else [])
+    measure(page, PLAIN, tiles if arguments.sweep else [])
     spreads = [{"spread_channels": channels} for channels in (16, 32)]
     measure(page, LARGE, [*spreads, {"group": 16}], stages=True)
     measure(page, LARGE_PLAIN, [], stages=True)
