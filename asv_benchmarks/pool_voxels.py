@@ -102,19 +102,6 @@ def gpu_times(calls, repeats=REPEATS):
     return times[2:]
 
 
-def event_times(call, count=7):
-    """Seconds between two events around a call: for what can't be captured."""
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    times = []
-    for _ in range(count + 1):
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(cupy.cuda.get_elapsed_time(start, end) / 1e3)
-    return times[1:]
-
-
 def wall_times(call, wait, count=200):
     """Seconds of a call and the wait behind it."""
     for _ in range(10):
