@@ -226,6 +226,38 @@ def read(flat, stream, first=0, last=None):
     return host
 
 
+class Mailbox:
+    """Page-locked memory in which numbers from the device arrive while its work goes on."""
+
+    def __init__(self, most):
+        self._words = np.zeros(most, np.int64) if SIMULATED else page_locked(8 * most).view(np.int64)
+        if not SIMULATED:
+            self._event = _checked(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def send(self, flats, stream):
+        """Let the numbers (flat int64) in these arrays arrive, as they are when the stream gets there."""
+        self._count = 0
+        for flat in flats:
+            first, self._count = self._count, self._count + flat.size
+            if SIMULATED:
+                self._words[first : self._count] = flat.owner.copy_to_host()
+            else:
+                address = self._words.ctypes.data + 8 * first
+                _checked(driver.cuMemcpyDtoHAsync(address, flat.address, 8 * flat.size, stream))
+        if not SIMULATED:
+            _checked(driver.cuEventRecord(self._event, stream))
+
+    def wait(self):
+        """All numbers, in their order. What was put on the stream after `send` is not waited for."""
+        if not SIMULATED:
+            _checked(driver.cuEventSynchronize(self._event))
+        return self._words[: self._count].tolist()
+
+    def __del__(self):
+        if not SIMULATED and getattr(self, "_event", None) is not None:
+            driver.cuEventDestroy(self._event)
+
+
 def write(flat, host, stream):
     """Copy a packed NumPy array into device memory of the same length, in the order of the stream."""
     if SIMULATED:

@@ -39,7 +39,7 @@ def run_python(code, folder=None, **environment):
 RANKS = [
     {"__init__"},
     {"graphs"},
-    {"neighbors", "voxels", "rows", "dense", "distributed"},
+    {"neighbors", "downsampling", "voxels", "rows", "dense", "distributed"},
     {"planning"},
     {"plans.batches"},
     {"plans.balls"},
@@ -52,7 +52,7 @@ RANKS = [
     {"kernels.*", "loops.*"},
     {"lists"},
     {"balls"},
-    {"search", "weights", "rowwise", "batches"},
+    {"search", "weights", "rowwise", "batches", "keys", "runs"},
     {"crowds"},
     {"geometry", "topk", "block"},
     {"lanes"},
