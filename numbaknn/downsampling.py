@@ -119,17 +119,17 @@ def voxel_downsample(
     Keys do not wrap: three integers of 62 bits are sorted as they are.
 
     The same input gives the same bits in every run and on every target. A sum takes the points of a voxel in the order of
-    their rows, eight at a time: the first eight are added up, the next eight, and so on, and these sums are added up in their
-    order, 512 of them at a time. All are sums in double precision (or in 64-bit integers), rounded once in the end. Points
-    are taken relative to the first point of their voxel, so that coordinates of a map projection keep their last digit,
-    and equal points have themselves as their mean.
+    their rows: the first eight are added up, the next eight, and so on, and these sums are added up in their order, 512 of
+    them at a time. All are sums in double precision (or in 64-bit integers), rounded once in the end. Points are taken
+    relative to the first point of their voxel, so that coordinates of a map projection keep their last digit, and equal
+    points have themselves as their mean.
 
     On a device the work is on the stream that the caller is on, and the host waits once, to learn how many voxels there are.
     (It waits a second time for a cloud that is more than 2^63 voxels of a box, unless it is less than 2^24 along each axis.)
 
     ``numbaknn.plan(numbaknn.voxel_downsample, points, voxel_size)``, with `features` if there are any, doesn't wait: it
-    returns arrays of M rows and ``length``, (1,) int64, the number of rows that count. In a plan a device point that is in no
-    voxel is left out, with -1 in ``inverse``; and where the host would have to wait a second time the length is -1 and
+    returns arrays of M rows and ``length``, (1,) int64, the number of rows that count. On a device a plan leaves out points
+    that are in no voxel, with -1 in ``inverse``; and where the host would have to wait a second time the length is -1 and
     nothing else is written.
 
     Examples

@@ -197,3 +197,11 @@ def digit_of(word, bit, mask):
     """The digit of a word from a bit on."""
     return np.int32((np.int64(word) >> bit) & mask)
 
+
+@device
+def keys_differ(words, planes, rows, a, b):
+    """Whether the keys in two places of planes of `rows` words each are different."""
+    different = False
+    for plane in range(planes):
+        different = different or words[np.uintp(plane * rows + a)] != words[np.uintp(plane * rows + b)]
+    return different

@@ -16,7 +16,6 @@ from numbaknn.jit import device
 from numbaknn.lanes import as_type_of, fold
 
 RUN, STRETCH = 8, 4096
-RUNS_A_STRETCH = STRETCH // RUN
 
 
 @device

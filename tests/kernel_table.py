@@ -14,7 +14,18 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import balls, batches, binning, copying, crowds, interpolation, lists, neighbors, rows
+from numbaknn.kernels import (
+    balls,
+    batches,
+    binning,
+    copying,
+    crowds,
+    downsampling,
+    interpolation,
+    lists,
+    neighbors,
+    rows,
+)
 from numbaknn.launch import has_device
 
 REAL = "REAL"
@@ -22,7 +33,10 @@ REAL = "REAL"
 ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y",
     types.int32: "shape shapes starts cells ranks sums marks crowded",
-    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes",
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes "
+    "inverse crowds crowd_voxels crowd_stretches zeros nothings fitting histogram statuses tickets label_bounds label_frame "
+    "best length",
+    types.uint32: "words other_words words_in words_out order order_in order_out",
     types.float64: "means",
     types.boolean: "flags",
 }
@@ -30,9 +44,9 @@ SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride clouds each query_each parts cells_a_point missing edge_count "
-    "entries first_entry level",
-    types.float64: "points_a_cell cell_size largest smallest eps",
-    types.boolean: "among_themselves bounded squared uniform rooted",
+    "entries first_entry level slot slots column most_lanes",
+    types.float64: "points_a_cell cell_size largest smallest eps side per_side reach origin_x origin_y origin_z nothing",
+    types.boolean: "among_themselves bounded squared uniform rooted relative averaged first_of_all",
 }
 
 
@@ -57,7 +71,7 @@ class Entry:
     stores: int = 0
     fused: bool = False
     reals: tuple = (types.float32, types.float64)
-    threads: int | None = None
+    threads: int | tuple | None = None
     own: dict = field(default_factory=dict)
     calls: bool = False
     scalars: str = ""
@@ -185,6 +199,39 @@ KERNELS |= {
     "transpose_kernel[unaligned]": Entry(rows.transpose_kernel(False), (64,), own=WORDS),
 }
 
+# Voxels: a frame is an array of integers here, and so is where voxels begin.
+FRAME = {"frame": types.int64, "firsts": types.uint32}
+LABELS = {**FRAME, "labels": types.int32, "reduced": types.int32}
+VALUES = {**FRAME, "largest": types.boolean}
+FLOATS = {**VALUES, "values": types.float32, "reduced": types.float32, "partials": types.float64}
+INTEGERS = {**VALUES, "values": types.int32, "reduced": types.int64, "partials": types.int64, "nothing": types.int64}
+DIGIT_BITS, SORT_THREADS, STRETCH = 8, 512, 4096
+KERNELS |= {
+    "prepare_voxels_kernel": Entry(downsampling.prepare_voxels_kernel, (32,)),
+    "bounds_of_voxels_kernel": Entry(downsampling.bounds_of_voxels_kernel, (60, 80)),
+    "first_misfit_kernel": Entry(downsampling.first_misfit_kernel, (32, 32)),
+    "keys_kernel": Entry(downsampling.keys_kernel(DIGIT_BITS), (64, 64), own=FRAME),
+    "sort_kernel": Entry(
+        downsampling.sort_kernel(SORT_THREADS, DIGIT_BITS), (64,), own=FRAME, threads=(SORT_THREADS, 2)
+    ),
+    "heads_kernel": Entry(
+        downsampling.heads_kernel(SORT_THREADS, STRETCH), (40,), own=FRAME, threads=(SORT_THREADS, 3)
+    ),
+    "inverse_kernel": Entry(downsampling.inverse_kernel, (32,), own=FRAME),
+    "flip_kernel": Entry(downsampling.flip_kernel, (32,), own={"source": types.int64, "target": types.int64}),
+    "label_bounds_kernel": Entry(downsampling.label_bounds_kernel, (32,), own=LABELS),
+    "label_keys_kernel": Entry(downsampling.label_keys_kernel(DIGIT_BITS), (64,), own=LABELS),
+    "count_labels_kernel": Entry(downsampling.count_labels_kernel, (32,), own=LABELS),
+    "write_labels_kernel": Entry(downsampling.write_labels_kernel, (32,), own=LABELS),
+    "write_length_kernel": Entry(downsampling.write_length_kernel, (16,)),
+}
+for kind, own, wide in (("floats", FLOATS, types.float64), ("integers", INTEGERS, types.int64)):
+    KERNELS |= {
+        f"reduce_voxels_kernel[{kind}]": Entry(downsampling.reduce_voxels_kernel(STRETCH), (80,), own=own),
+        f"crowds_kernel[{kind}]": Entry(downsampling.crowds_kernel(wide, STRETCH), (80,), own=own),
+        f"finish_crowds_kernel[{kind}]": Entry(downsampling.finish_crowds_kernel(STRETCH), (64,), own=own),
+    }
+
 
 def signature(entry, real):
     """The types of a kernel's arguments for this type of reals."""
@@ -194,7 +241,7 @@ def signature(entry, real):
     for meaning, names in SCALARS.items():
         named |= {name: real if meaning == REAL else meaning for name in names.split()}
     for name, meaning in entry.own.items():
-        plain = name not in ("fill",) and not isinstance(meaning, types.Array)
+        plain = name not in ("fill", "nothing", "largest") and not isinstance(meaning, types.Array)
         named[name] = types.Array(meaning, 1, "C") if plain else meaning
     named |= dict.fromkeys(entry.scalars.split(), real)
     return tuple(named[name] for name in inspect.signature(entry.kernel.py_func).parameters)

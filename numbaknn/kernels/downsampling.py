@@ -37,6 +37,7 @@ from numbaknn.block import (
 )
 from numbaknn.geometry import read_point
 from numbaknn.jit import device, kernel
+from numbaknn.kernels.binning import NOTHING, empty_box, points_of_thread, read_box
 from numbaknn.keys import (
     COUNT,
     PASS,
@@ -51,14 +52,14 @@ from numbaknn.keys import (
     digit_of,
     fits,
     frame_length,
+    keys_differ,
     lay_frame,
     most_passes,
     plane_of,
     relative_voxel,
 )
-from numbaknn.kernels.binning import NOTHING, empty_box, points_of_thread, read_box
 from numbaknn.lanes import as_type_of, fold, load_now, order_key, store_now
-from numbaknn.runs import RUN, RUNS_A_STRETCH, STRETCH, met, reference_of, run_from, settled
+from numbaknn.runs import RUN, met, reference_of, run_from, settled
 
 # What the host reads: numbers of voxels (-1: more passes are needed than there are launches), whether a voxel holds more
 # than a stretch, of points that fit, of passes.
@@ -81,6 +82,16 @@ COLUMNS_AT_ONCE = 4
 # What a run of labels is known by: its length, above how early it comes.
 LABEL_RUN_BITS = 32
 LABEL_RUN = (1 << LABEL_RUN_BITS) - 1
+
+
+# Blocks of 512 threads, or as many threads in smaller ones, that should share the 65,536 registers of a multiprocessor: 64
+# a thread of a sort, 40 of the numbering.
+SORT_BLOCKS, HEADS_BLOCKS = 2, 3
+
+
+def bounds_of(threads, blocks):
+    """(threads of a block, blocks of a multiprocessor) for as many threads as that many blocks of 512."""
+    return threads, max(1, blocks * 512 // threads)
 
 
 @kernel
@@ -142,12 +153,10 @@ def first_misfit_kernel(points, dimensions, rows, side, per_side, reach, origin_
 @device
 def tally(counts, place, there):
     """Count one at a place in shared memory. All lanes of the warp get here; in order they often have one place."""
-    if WARP > 1:
-        if all_lanes(there and place == cuda.shfl_sync(-1, place, 0)):
-            if cuda.threadIdx.x % WARP == 0:
-                cuda.atomic.add(counts, place, WARP)
-            return
-    if there:
+    if WARP > 1 and all_lanes(there and place == cuda.shfl_sync(-1, place, 0)):
+        if cuda.threadIdx.x % WARP == 0:
+            cuda.atomic.add(counts, place, WARP)
+    elif there:
         cuda.atomic.add(counts, place, 1)
 
 
@@ -296,38 +305,39 @@ def sum_of_tiles_before(statuses, first, step, tile, tag):
 
 
 @device
-def word_at(words, first, place, rows):
-    """The word at a place; behind the last one with all bits set, which sorts behind all others of its digit."""
-    return words[np.uintp(first + place)] if place < rows else np.uint32(0xFFFFFFFF)
+def word_at(words, first, further, left):
+    """The word so much further on; behind those that are left with all bits set, which sorts behind all others of its
+    digit."""
+    return words[np.uintp(first + further)] if further < left else np.uint32(0xFFFFFFFF)
 
 
 @device
-def eight_words(words, first, place, rows):
+def eight_words(words, first, left):
     """The words of a thread: all are on their way before the first is needed."""
     return (
-        word_at(words, first, place, rows),
-        word_at(words, first, place + WARP, rows),
-        word_at(words, first, place + 2 * WARP, rows),
-        word_at(words, first, place + 3 * WARP, rows),
-        word_at(words, first, place + 4 * WARP, rows),
-        word_at(words, first, place + 5 * WARP, rows),
-        word_at(words, first, place + 6 * WARP, rows),
-        word_at(words, first, place + 7 * WARP, rows),
+        word_at(words, first, int32(0), left),
+        word_at(words, first, int32(WARP), left),
+        word_at(words, first, int32(2 * WARP), left),
+        word_at(words, first, int32(3 * WARP), left),
+        word_at(words, first, int32(4 * WARP), left),
+        word_at(words, first, int32(5 * WARP), left),
+        word_at(words, first, int32(6 * WARP), left),
+        word_at(words, first, int32(7 * WARP), left),
     )
 
 
 @device
-def eight_rows(place):
+def eight_rows(row):
     """Rows as they are before the first pass."""
     return (
-        np.uint32(place),
-        np.uint32(place + WARP),
-        np.uint32(place + 2 * WARP),
-        np.uint32(place + 3 * WARP),
-        np.uint32(place + 4 * WARP),
-        np.uint32(place + 5 * WARP),
-        np.uint32(place + 6 * WARP),
-        np.uint32(place + 7 * WARP),
+        np.uint32(row + int32(0)),
+        np.uint32(row + int32(WARP)),
+        np.uint32(row + int32(2 * WARP)),
+        np.uint32(row + int32(3 * WARP)),
+        np.uint32(row + int32(4 * WARP)),
+        np.uint32(row + int32(5 * WARP)),
+        np.uint32(row + int32(6 * WARP)),
+        np.uint32(row + int32(7 * WARP)),
     )
 
 
@@ -449,10 +459,8 @@ def sort_kernel(threads, digit_bits):
     digits, warps, tile_length = 1 << digit_bits, threads // WARP, threads * WORDS_A_THREAD
     counters_length = warps * digits
 
-    @kernel(threads)
-    def sort_kernel(
-        slot, slots, rows, frame, histogram, statuses, tickets, words_in, order_in, words_out, order_out
-    ):
+    @kernel(bounds_of(threads, SORT_BLOCKS))
+    def sort_kernel(slot, slots, rows, frame, histogram, statuses, tickets, words_in, order_in, words_out, order_out):
         """Move keys and rows to where a digit of the keys says, without changing the order of equal ones.
 
         Launch `slot` of `slots` does the pass that is as far from the last; the first launches may have none. One block
@@ -477,7 +485,8 @@ def sort_kernel(threads, digit_bits):
         plane, bit, mask = frame[place + PASS_PLANE], frame[place + PASS_BIT], frame[place + PASS_MASK]
         base = tile * tile_length
         own = base + warp * (WARP * WORDS_A_THREAD) + lane
-        words = eight_words(words_in, plane * rows, own, rows)
+        left = int32(min(rows - own, tile_length))
+        words = eight_words(words_in, plane * rows + own, left)
         first = warp * digits
         ranks = eight_ranks(words, bit, mask, counters, first, lane)
         cuda.syncthreads()
@@ -515,14 +524,14 @@ def sort_kernel(threads, digit_bits):
         for other in range(frame[PLANES]):
             if other != plane:
                 cuda.syncthreads()
-                put_eight(eight_words(words_in, other * rows, own, rows), slots_of_words, stage)
+                put_eight(eight_words(words_in, other * rows + own, left), slots_of_words, stage)
                 cuda.syncthreads()
                 send_eight(words_out, other * rows, targets, thread, threads, stage)
         cuda.syncthreads()
         if number == 0:
             put_eight(eight_rows(own), slots_of_words, stage)
         else:
-            put_eight(eight_words(order_in, int64(0), own, rows), slots_of_words, stage)
+            put_eight(eight_words(order_in, own, left), slots_of_words, stage)
         cuda.syncthreads()
         send_eight(order_out, int64(0), targets, thread, threads, stage)
 
@@ -530,14 +539,6 @@ def sort_kernel(threads, digit_bits):
 
 
 # -- Where voxels begin --------------------------------------------------------------------------------------------------
-
-
-@device
-def keys_differ(words, planes, rows, a, b):
-    for plane in range(planes):
-        if words[np.uintp(plane * rows + a)] != words[np.uintp(plane * rows + b)]:
-            return True
-    return False
 
 
 @device
@@ -557,11 +558,11 @@ def sum_before_by_warp(statuses, tile, tag):
 
 
 @cache
-def heads_kernel(threads):
-    """The kernel for blocks of so many threads."""
+def heads_kernel(threads, stretch):
+    """The kernel for blocks of so many threads, and stretches of so many points."""
     tile_length = threads * WORDS_A_THREAD
 
-    @kernel(threads)
+    @kernel(bounds_of(threads, HEADS_BLOCKS))
     def heads_kernel(slots, rows, frame, statuses, tickets, words, firsts, ranks, totals):
         """Number the voxels in their order: where each begins among the sorted points, and the voxel of each of these
         (-1: none). One block a tile."""
@@ -603,7 +604,7 @@ def heads_kernel(threads):
             if is_head:
                 firsts[through] = place
                 through += 1
-                if place + STRETCH < count and not keys_differ(words, planes, rows, place, place + STRETCH):
+                if place + stretch < count and not keys_differ(words, planes, rows, place, place + stretch):
                     totals[CROWDED] = 1
             if place < rows:
                 ranks[place] = through - 1 if place < count else -1
@@ -648,63 +649,69 @@ def parts_of_item(item, lanes, columns):
     return lane, column_of_voxel - voxel * columns, voxel
 
 
-@kernel
-def reduce_voxels_kernel(
-    totals,
-    frame,
-    firsts,
-    order,
-    values,
-    columns,
-    relative,
-    largest,
-    averaged,
-    nothing,
-    most_lanes,
-    first_of_all,
-    counts,
-    crowds,
-    crowd_voxels,
-    crowd_stretches,
-    reduced,
-):
-    """Reduce the values of all voxels of no more than a stretch, and (`first_of_all`) count the points and list the others.
+@cache
+def reduce_voxels_kernel(stretch):
+    """The kernel for stretches of so many points."""
 
-    A group of threads has a column of a voxel, and each of them every so many runs of it.
-    """
-    voxels = totals[VOXELS]
-    lanes = lanes_for(frame[COUNT], voxels, most_lanes)
-    items = voxels * columns * lanes
-    for base in range(cuda.blockIdx.x * cuda.blockDim.x, items, cuda.gridsize(1)):
-        lane, column, voxel = parts_of_item(base + cuda.threadIdx.x, lanes, columns)
-        there = voxel < voxels
-        first, last = int64(0), int64(0)
-        if there:
-            first, last = int64(firsts[voxel]), int64(firsts[voxel + 1])
-        count = last - first
-        if there and first_of_all and lane == 0 and column == 0:
-            counts[voxel] = count
-            if count > STRETCH:
-                stretches = (count + STRETCH - 1) // STRETCH
-                before = cuda.atomic.add(crowds, 0, (int64(1) << VALUE_BITS) | stretches)
-                crowd_voxels[before >> VALUE_BITS] = voxel
-                crowd_stretches[before >> VALUE_BITS] = before & VALUE
-        if count > STRETCH:
-            there, last, count = False, first, int64(0)
-        reference, result = as_type_of(0, nothing), nothing
-        if there:
-            reference = reference_of(values, columns, column, order, first, relative, nothing)
-        rounds = largest_together((count + RUN * lanes - 1) // (RUN * lanes))
-        for n in range(rounds):
-            run = first + (n * lanes + lane) * RUN
-            mine = run_from(values, columns, column, order, run, last, reference, largest, nothing)
-            if lanes == 1:
-                result = met(result, mine, largest)
-            else:
-                for other in range(lanes):
-                    result = met(result, from_group(mine, other, lanes), largest)
-        if there and lane == 0:
-            reduced[voxel * columns + column] = settled(result, count, reference, relative, averaged)
+    @kernel
+    def reduce_voxels_kernel(
+        totals,
+        frame,
+        firsts,
+        order,
+        values,
+        columns,
+        relative,
+        largest,
+        averaged,
+        nothing,
+        most_lanes,
+        first_of_all,
+        counts,
+        crowds,
+        crowd_voxels,
+        crowd_stretches,
+        reduced,
+    ):
+        """Reduce the values of all voxels of no more than a stretch; `first_of_all`, count points and list the others.
+
+        A group of threads has a column of a voxel, and each of them every so many runs of it.
+        """
+        voxels = totals[VOXELS]
+        lanes = lanes_for(frame[COUNT], voxels, most_lanes)
+        items = voxels * columns * lanes
+        for base in range(cuda.blockIdx.x * cuda.blockDim.x, items, cuda.gridsize(1)):
+            lane, column, voxel = parts_of_item(base + cuda.threadIdx.x, lanes, columns)
+            there = voxel < voxels
+            first, last = int64(0), int64(0)
+            if there:
+                first, last = int64(firsts[voxel]), int64(firsts[voxel + 1])
+            count = last - first
+            if there and first_of_all and lane == 0 and column == 0:
+                counts[voxel] = count
+                if count > stretch:
+                    stretches = (count + stretch - 1) // stretch
+                    before = cuda.atomic.add(crowds, 0, (int64(1) << VALUE_BITS) | stretches)
+                    crowd_voxels[before >> VALUE_BITS] = voxel
+                    crowd_stretches[before >> VALUE_BITS] = before & VALUE
+            if count > stretch:
+                there, last, count = False, first, int64(0)
+            reference, result = as_type_of(0, nothing), nothing
+            if there:
+                reference = reference_of(values, columns, column, order, first, relative, nothing)
+            rounds = largest_together((count + RUN * lanes - 1) // (RUN * lanes))
+            for n in range(rounds):
+                run = first + (n * lanes + lane) * RUN
+                mine = run_from(values, columns, column, order, run, last, reference, largest, nothing)
+                if lanes == 1:
+                    result = met(result, mine, largest)
+                else:
+                    for other in range(lanes):
+                        result = met(result, from_group(mine, other, lanes), largest)
+            if there and lane == 0:
+                reduced[voxel * columns + column] = settled(result, count, reference, relative, averaged)
+
+    return reduce_voxels_kernel
 
 
 @device
@@ -721,8 +728,10 @@ def crowd_of(stretch, crowd_stretches, crowds):
 
 
 @cache
-def crowds_kernel(wide):
-    """The kernel for sums of this type."""
+def crowds_kernel(wide, stretch):
+    """The kernel for sums of this type, and stretches of so many points."""
+    runs_a_stretch = stretch // RUN
+    room = COLUMNS_AT_ONCE * runs_a_stretch
 
     @kernel
     def crowds_kernel(
@@ -739,13 +748,13 @@ def crowds_kernel(wide):
         partials,
     ):
         """Reduce the stretches of all listed voxels. One block a stretch: a thread a run, then one thread a column."""
-        runs = cuda.shared.array(COLUMNS_AT_ONCE * RUNS_A_STRETCH, wide)
+        runs = cuda.shared.array(room, wide)
         listed, stretches = crowds[0] >> VALUE_BITS, crowds[0] & VALUE
-        for stretch in range(cuda.blockIdx.x, stretches, cuda.gridDim.x):
-            crowd = crowd_of(stretch, crowd_stretches, listed)
+        for number in range(cuda.blockIdx.x, stretches, cuda.gridDim.x):
+            crowd = crowd_of(number, crowd_stretches, listed)
             voxel = crowd_voxels[crowd]
-            first = firsts[voxel] + (stretch - crowd_stretches[crowd]) * STRETCH
-            last = min(first + STRETCH, int64(firsts[voxel + 1]))
+            first = firsts[voxel] + (number - crowd_stretches[crowd]) * stretch
+            last = min(first + stretch, int64(firsts[voxel + 1]))
             used = (last - first + RUN - 1) // RUN
             for some in range(0, columns, COLUMNS_AT_ONCE):
                 at_once = min(columns - some, COLUMNS_AT_ONCE)
@@ -753,48 +762,54 @@ def crowds_kernel(wide):
                     run, column = n // at_once, some + n % at_once
                     reference = reference_of(values, columns, column, order, firsts[voxel], relative, nothing)
                     place = first + run * RUN
-                    runs[n % at_once * RUNS_A_STRETCH + run] = run_from(
+                    runs[n % at_once * runs_a_stretch + run] = run_from(
                         values, columns, column, order, place, last, reference, largest, nothing
                     )
                 cuda.syncthreads()
                 for column in range(cuda.threadIdx.x, at_once, cuda.blockDim.x):
                     result = nothing
                     for run in range(used):
-                        result = met(result, runs[column * RUNS_A_STRETCH + run], largest)
-                    partials[stretch * columns + some + column] = result
+                        result = met(result, runs[column * runs_a_stretch + run], largest)
+                    partials[number * columns + some + column] = result
                 cuda.syncthreads()
 
     return crowds_kernel
 
 
-@kernel
-def finish_crowds_kernel(
-    crowds,
-    crowd_voxels,
-    crowd_stretches,
-    firsts,
-    order,
-    values,
-    columns,
-    relative,
-    largest,
-    averaged,
-    nothing,
-    partials,
-    reduced,
-):
-    """Put the stretches of each listed voxel together. One thread a column of a voxel."""
-    listed = crowds[0] >> VALUE_BITS
-    for item in range(cuda.grid(1), listed * columns, cuda.gridsize(1)):
-        crowd, column = item // columns, item % columns
-        voxel = crowd_voxels[crowd]
-        count = int64(firsts[voxel + 1]) - int64(firsts[voxel])
-        first = crowd_stretches[crowd]
-        result = nothing
-        for stretch in range(first, first + (count + STRETCH - 1) // STRETCH):
-            result = met(result, partials[stretch * columns + column], largest)
-        reference = reference_of(values, columns, column, order, firsts[voxel], relative, nothing)
-        reduced[voxel * columns + column] = settled(result, count, reference, relative, averaged)
+@cache
+def finish_crowds_kernel(stretch):
+    """The kernel for stretches of so many points."""
+
+    @kernel
+    def finish_crowds_kernel(
+        crowds,
+        crowd_voxels,
+        crowd_stretches,
+        firsts,
+        order,
+        values,
+        columns,
+        relative,
+        largest,
+        averaged,
+        nothing,
+        partials,
+        reduced,
+    ):
+        """Put the stretches of each listed voxel together. One thread a column of a voxel."""
+        listed = crowds[0] >> VALUE_BITS
+        for item in range(cuda.grid(1), listed * columns, cuda.gridsize(1)):
+            crowd, column = item // columns, item % columns
+            voxel = crowd_voxels[crowd]
+            count = int64(firsts[voxel + 1]) - int64(firsts[voxel])
+            first = crowd_stretches[crowd]
+            result = nothing
+            for number in range(first, first + (count + stretch - 1) // stretch):
+                result = met(result, partials[number * columns + column], largest)
+            reference = reference_of(values, columns, column, order, firsts[voxel], relative, nothing)
+            reduced[voxel * columns + column] = settled(result, count, reference, relative, averaged)
+
+    return finish_crowds_kernel
 
 
 # -- The most frequent label ---------------------------------------------------------------------------------------------
@@ -805,7 +820,7 @@ def finish_crowds_kernel(
 
 @kernel
 def flip_kernel(source, target):
-    """Integers without a sign as integers that sort as they do, or back: the highest bit is the other one. One thread each."""
+    """Integers without a sign as integers that sort as they do, or back: the highest bit is the other one."""
     n = cuda.grid(1)
     if n < target.size:
         target[n] = source[n] ^ NOTHING

@@ -21,12 +21,13 @@ from numbaknn.keys import (
     PASSES,
     PLANES,
     fits,
+    keys_differ,
     lay_frame,
     plane_of,
     relative_voxel,
 )
 from numbaknn.lanes import as_type_of
-from numbaknn.runs import RUN, STRETCH, met, reference_of, run_from, settled
+from numbaknn.runs import RUN, met, reference_of, run_from, settled
 
 # Of a record: the bits of the row.
 ROW_BITS = 32
@@ -185,11 +186,7 @@ def begins_voxel(place, records, words, rows, planes):
     record, before = records[place], records[place - 1]
     if planes == 1:
         return record >> ROW_BITS != before >> ROW_BITS
-    row, row_before = record & ROW, before & ROW
-    for plane in range(planes):
-        if words[plane * rows + row] != words[plane * rows + row_before]:
-            return True
-    return False
+    return keys_differ(words, planes, rows, record & ROW, before & ROW)
 
 
 @part_of_loop
@@ -247,18 +244,29 @@ def reduce_stretch(values, columns, column, order, first, last, reference, large
     """The result of no more than a stretch, run by run."""
     result = nothing
     for run in range(first, last, RUN):
-        result = met(
-            result, run_from(values, columns, column, order, run, last, reference, largest, nothing), largest
-        )
+        result = met(result, run_from(values, columns, column, order, run, last, reference, largest, nothing), largest)
     return result
 
 
 @part_of_loop
-def reduce_share(first_voxel, last_voxel, firsts, order, values, columns, relative, largest, averaged, nothing, reduced):
+def reduce_share(
+    first_voxel,
+    last_voxel,
+    stretch,
+    firsts,
+    order,
+    values,
+    columns,
+    relative,
+    largest,
+    averaged,
+    nothing,
+    reduced,
+):
     """Reduce the values of a share of the voxels but of those that hold more than a stretch."""
     for voxel in range(first_voxel, last_voxel):
         first, last = np.int64(firsts[voxel]), np.int64(firsts[voxel + 1])
-        if last - first <= STRETCH:
+        if last - first <= stretch:
             for column in range(columns):
                 reference = reference_of(values, columns, column, order, first, relative, nothing)
                 result = reduce_stretch(values, columns, column, order, first, last, reference, largest, nothing)
@@ -267,18 +275,30 @@ def reduce_share(first_voxel, last_voxel, firsts, order, values, columns, relati
 
 @loop
 def reduce_loop(
-    voxels, firsts, order, values, columns, relative, largest, averaged, nothing, crowds, shares, partials, reduced
+    voxels,
+    stretch,
+    firsts,
+    order,
+    values,
+    columns,
+    relative,
+    largest,
+    averaged,
+    nothing,
+    crowds,
+    shares,
+    partials,
+    reduced,
 ):
     """Reduce the values of all voxels. crowds: those of more than a stretch; shares: borders of about as many points."""
     if shares.size == 2:
-        reduce_share(
-            0, voxels, firsts, order, values, columns, relative, largest, averaged, nothing, reduced
-        )
+        reduce_share(0, voxels, stretch, firsts, order, values, columns, relative, largest, averaged, nothing, reduced)
     else:
         for share in prange(shares.size - 1):
             reduce_share(
                 shares[share],
                 shares[share + 1],
+                stretch,
                 firsts,
                 order,
                 values,
@@ -291,25 +311,25 @@ def reduce_loop(
             )
     for voxel in crowds:
         first, last = np.int64(firsts[voxel]), np.int64(firsts[voxel + 1])
-        stretches = (last - first + STRETCH - 1) // STRETCH
+        stretches = (last - first + stretch - 1) // stretch
         for column in range(columns):
             reference = reference_of(values, columns, column, order, first, relative, nothing)
-            for stretch in prange(stretches):
-                start = first + stretch * STRETCH
-                partials[stretch] = reduce_stretch(
+            for number in prange(stretches):
+                start = first + number * stretch
+                partials[number] = reduce_stretch(
                     values,
                     columns,
                     column,
                     order,
                     start,
-                    min(start + STRETCH, last),
+                    min(start + stretch, last),
                     reference,
                     largest,
                     nothing,
                 )
             result = nothing
-            for stretch in range(stretches):
-                result = met(result, partials[stretch], largest)
+            for number in range(stretches):
+                result = met(result, partials[number], largest)
             reduced[voxel * columns + column] = settled(result, last - first, reference, relative, averaged)
 
 

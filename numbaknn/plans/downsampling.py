@@ -13,9 +13,9 @@ import numpy as np
 from numba import cuda, types
 
 from numbaknn.block import GROUP_BYTES
+from numbaknn.jit import SIMULATED
 from numbaknn.keeping import Kept
 from numbaknn.kernels import downsampling as stages
-from numbaknn.jit import SIMULATED
 from numbaknn.keys import MOST_PLANES, PLANE_BITS, PLANES, REACH, frame_length
 from numbaknn.launch import Flat, Graph, Launch, Mailbox, is_capturing, read, write
 from numbaknn.loops import downsampling as loops
@@ -159,15 +159,15 @@ class HostVoxels:
         if not voxels or not columns:
             return
         values = values ^ HIGHEST_BIT if reduction.flipped else values
-        asked = voxels, self._firsts, self._order, values, columns
+        asked = self._firsts, self._order, values, columns
         if reduction.kind == "mode":
             room = np.empty(self._rows, np.int64)
-            loops.modes_loop(*asked, reduction.nothing, self._shares, room, reduced)
+            loops.modes_loop(voxels, *asked, reduction.nothing, self._shares, room, reduced)
         else:
             longest = int(self._counts.max()) if self._crowds.size else 0
             partials = np.empty(-(-longest // STRETCH), reduction.wide)
             options = *reduction.flags, reduction.nothing, self._crowds, self._shares
-            loops.reduce_loop(*asked, *options, partials, reduced)
+            loops.reduce_loop(voxels, STRETCH, *asked, *options, partials, reduced)
         if reduction.flipped:
             reduced[: voxels * columns] ^= HIGHEST_BIT
 
@@ -286,10 +286,8 @@ def sort_launches(memory, rows, slots):
         counters = (memory[name] for name in ("frame", "histogram", "statuses", "tickets"))
         kernel = stages.sort_kernel(SORT_THREADS, DIGIT_BITS)
         yield Launch(kernel, items, SORT_THREADS, slot, slots, rows, *counters, *source, *target)
-    numbered = (
-        memory[name] for name in ("frame", "head_statuses", "tickets", "words", "firsts", "ranks", "totals")
-    )
-    yield Launch(stages.heads_kernel(SORT_THREADS), items, SORT_THREADS, slots, rows, *numbered)
+    numbered = (memory[name] for name in ("frame", "head_statuses", "tickets", "words", "firsts", "ranks", "totals"))
+    yield Launch(stages.heads_kernel(SORT_THREADS, STRETCH), items, SORT_THREADS, slots, rows, *numbered)
 
 
 class DeviceVoxels:
@@ -341,7 +339,7 @@ class DeviceVoxels:
         crowds = memory["crowds"], memory["crowd_voxels"], memory["crowd_stretches"]
         sorted_values = memory["firsts"], memory["order"], values, columns, relative, largest
         yield Launch(
-            stages.reduce_voxels_kernel,
+            stages.reduce_voxels_kernel(STRETCH),
             min(self.rows * columns, REDUCE_BLOCKS * REDUCE_THREADS),
             REDUCE_THREADS,
             memory["totals"],
@@ -358,11 +356,11 @@ class DeviceVoxels:
         )
         if not crowded:
             return
-        kernel = stages.crowds_kernel(types.int64 if reduction.wide is np.int64 else types.float64)
+        kernel = stages.crowds_kernel(types.int64 if reduction.wide is np.int64 else types.float64, STRETCH)
         blocks = min(most_stretches(self.rows), REDUCE_BLOCKS)
         yield Launch(kernel, blocks * CROWD_THREADS, CROWD_THREADS, *crowds, *sorted_values, nothing, partials)
         items = min((self.rows // STRETCH + 1) * columns, REDUCE_BLOCKS * REDUCE_THREADS)
-        finish = stages.finish_crowds_kernel
+        finish = stages.finish_crowds_kernel(STRETCH)
         yield Launch(finish, items, REDUCE_THREADS, *crowds, *sorted_values, averaged, nothing, partials, reduced)
 
     def label_bounds_launches(self, memory, labels, inverse):
