@@ -107,7 +107,7 @@ def voxel_downsample(
     Raises
     ------
     ValueError, TypeError
-        Naming the argument, before any work, but for points that are not finite or more than 2**61 voxels away from
+        Naming the argument, before any work, but for points that are not finite or 2**63 voxels or more away from
         `origin`: the first such row raises ValueError, on a device as well, where the host learns of it when it waits.
     MemoryError
         If the workspace is more than the memory that is free.
@@ -116,7 +116,7 @@ def voxel_downsample(
 
     Notes
     -----
-    Keys do not wrap: three integers of 62 bits are sorted as they are.
+    Keys do not wrap: three integers of 64 bits are sorted as they are.
 
     The same input gives the same bits in every run and on every target. A sum takes the points of a voxel in the order of
     their rows: the first eight are added up, the next eight, and so on, and these sums are added up in their order, 512 of

@@ -228,6 +228,6 @@ def misfit(name, row, values, side, origin):
         axis = int(np.argmax(np.abs(offsets)))
         away = offsets[axis] / side
     return ValueError(
-        f"{name} must be within 2**61 voxels of origin, row {row} is {values.tolist()}: "
+        f"{name} must be less than 2**63 voxels away from origin, row {row} is {values.tolist()}: "
         f"({values[axis]} - {origin[axis]}) / {side} = {away} voxels along axis {axis}"
     )

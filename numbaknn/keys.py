@@ -3,13 +3,13 @@
 A lattice of cubes fills space from an origin on. The voxel of a point is three integers, floor((point - origin) / side), in
 double precision whatever the points are: a difference, a division, a floor. Only voxels that hold a point are ever named.
 
-``lattice`` is (side, 1 / side, reach, origin x, y, z). Points farther than `reach`, 2^61 voxels, from the origin along an
-axis, and those that are not finite, fit nowhere.
+``lattice`` is (side, 1 / side, reach, origin x, y, z). Points that are `reach`, 2^63 voxels, or more away from the origin
+along an axis, and those that are not finite, fit nowhere. The others have voxels of 64 bits.
 
 A key is the voxel relative to the lowest one along each axis, x above y above z, in as few bits as the box of all voxels
 asks for. It is kept as planes: words of 32 bits, the lowest first. Where three integers of so many bits fit 63 together,
 the planes are those of one number, else each axis has planes of its own. So no key wraps: six planes hold what three
-integers of 62 bits do.
+integers of 64 bits do. (Differences of two integers are taken as numbers without a sign.)
 
 ``frame`` is an array of int64 that says all of this, and how the keys are sorted: digit by digit, from the lowest on.
 """
@@ -37,8 +37,8 @@ OF_X, OF_Y, OF_Z, OF_ALL = 0, 1, 2, 3
 MOST_BITS_OF_ALL = 63
 PLANE_BITS = 32
 
-# Voxels are numbered from -REACH to REACH along an axis: the extent of a box, and one more, are an int64.
-REACH = 2.0**61
+# A quotient below 2^63 is 2^63 - 1024 at most: the extent of a box, and one more, are 64 bits.
+REACH = 2.0**63
 
 # A product with the reciprocal is off by less than this part of the quotient: the reciprocal and the product are rounded
 # once each, the quotient once more, 2^-53 each. (A reciprocal below the normal numbers is off by 2^-51, so there is room.)
@@ -56,7 +56,7 @@ def frame_length(digit_bits):
 
 @device
 def whole_below(quotient):
-    """The largest integer that is not above a real of less than 2^62."""
+    """The largest integer that is not above a real of less than 2^63."""
     whole = np.int64(quotient)
     return whole - 1 if quotient < np.float64(whole) else whole
 
@@ -109,7 +109,9 @@ def voxel_of(point, lattice):
 
 @device
 def bits_for(most):
-    """How many bits the integers from 0 to `most` take."""
+    """How many bits the integers from 0 to `most`, a number without a sign, take."""
+    if most < 0:
+        return 64
     bits = 0
     while most > 0:
         bits += 1

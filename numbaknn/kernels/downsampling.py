@@ -869,8 +869,7 @@ def label_keys_kernel(digit_bits):
         low = ~label_bounds[2 * column + 1]
         if cuda.threadIdx.x == 0:
             own_frame[COUNT], own_frame[PLANES], own_frame[PASSES] = frame[COUNT], 0, 0
-            most = label_bounds[2 * column] - low
-            bits = 64 if most < 0 else bits_for(most)
+            bits = bits_for(label_bounds[2 * column] - low)
             if bits > 0:
                 add_planes(own_frame, 0, bits, digit_bits)
             add_planes(own_frame, 0, bits_for(max(totals[VOXELS], 0)), digit_bits)

@@ -71,17 +71,22 @@ def frame_loop(points, dimensions, rows, lattice, digit_bits, frame, chunks):
 
 
 @part_of_loop
-def first_misfit(points, dimensions, rows, lattice):
-    """The first row that fits nowhere, `rows` if there is none."""
-    for row in range(rows):
+def first_misfit_of(points, dimensions, first, last, rows, lattice):
+    """The first row of a stretch that fits nowhere, `rows` if there is none."""
+    for row in range(first, last):
         if not fits(read_point(points, row, dimensions), lattice):
             return row
     return rows
 
 
 @loop
-def first_misfit_loop(points, dimensions, rows, lattice):
-    return first_misfit(points, dimensions, rows, lattice)
+def first_misfit_loop(points, dimensions, rows, lattice, chunks):
+    """The first row that fits nowhere, `rows` if there is none."""
+    found = np.empty(chunks, np.int64)
+    for chunk in prange(chunks):
+        first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+        found[chunk] = first_misfit_of(points, dimensions, first, last, rows, lattice)
+    return found.min()
 
 
 @part_of_loop

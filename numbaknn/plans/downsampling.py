@@ -149,7 +149,7 @@ class HostVoxels:
 
     def first_misfit(self, points):
         """The first row that fits nowhere."""
-        return int(loops.first_misfit_loop(points, self._dimensions, self._rows, self._lattice))
+        return int(loops.first_misfit_loop(points, self._dimensions, self._rows, self._lattice, self._chunks))
 
     def reduce(self, reduction, values, counts, reduced):
         """Fill the flat output with what the flat values of each voxel amount to, and `counts` for the points."""
