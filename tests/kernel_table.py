@@ -208,28 +208,31 @@ INTEGERS = {**VALUES, "values": types.int32, "reduced": types.int64, "partials":
 DIGIT_BITS, SORT_THREADS, STRETCH = 8, 512, 4096
 KERNELS |= {
     "prepare_voxels_kernel": Entry(downsampling.prepare_voxels_kernel, (32,)),
-    "bounds_of_voxels_kernel": Entry(downsampling.bounds_of_voxels_kernel, (60, 80)),
-    "first_misfit_kernel": Entry(downsampling.first_misfit_kernel, (32, 32)),
-    "keys_kernel": Entry(downsampling.keys_kernel(DIGIT_BITS), (64, 64), own=FRAME),
+    "bounds_of_voxels_kernel": Entry(downsampling.bounds_of_voxels_kernel, (56, 82)),
+    "first_misfit_kernel": Entry(downsampling.first_misfit_kernel, (14, 14)),
+    "keys_kernel": Entry(downsampling.keys_kernel(DIGIT_BITS), (56, 56), own=FRAME),
     "sort_kernel": Entry(
         downsampling.sort_kernel(SORT_THREADS, DIGIT_BITS), (64,), own=FRAME, threads=(SORT_THREADS, 2)
+    ),
+    "sort_kernel[votes]": Entry(
+        downsampling.sort_kernel(SORT_THREADS, DIGIT_BITS, True), (64,), own=FRAME, threads=(SORT_THREADS, 2)
     ),
     "heads_kernel": Entry(
         downsampling.heads_kernel(SORT_THREADS, STRETCH), (40,), own=FRAME, threads=(SORT_THREADS, 3)
     ),
-    "inverse_kernel": Entry(downsampling.inverse_kernel, (32,), own=FRAME),
-    "flip_kernel": Entry(downsampling.flip_kernel, (32,), own={"source": types.int64, "target": types.int64}),
+    "inverse_kernel": Entry(downsampling.inverse_kernel, (14,), own=FRAME),
+    "flip_kernel": Entry(downsampling.flip_kernel, (12,), own={"source": types.int64, "target": types.int64}),
     "label_bounds_kernel": Entry(downsampling.label_bounds_kernel, (32,), own=LABELS),
-    "label_keys_kernel": Entry(downsampling.label_keys_kernel(DIGIT_BITS), (64,), own=LABELS),
-    "count_labels_kernel": Entry(downsampling.count_labels_kernel, (32,), own=LABELS),
-    "write_labels_kernel": Entry(downsampling.write_labels_kernel, (32,), own=LABELS),
-    "write_length_kernel": Entry(downsampling.write_length_kernel, (16,)),
+    "label_keys_kernel": Entry(downsampling.label_keys_kernel(DIGIT_BITS), (53,), own=LABELS),
+    "count_labels_kernel": Entry(downsampling.count_labels_kernel, (30,), own=LABELS),
+    "write_labels_kernel": Entry(downsampling.write_labels_kernel, (40,), own=LABELS),
+    "write_length_kernel": Entry(downsampling.write_length_kernel, (8,)),
 }
 for kind, own, wide in (("floats", FLOATS, types.float64), ("integers", INTEGERS, types.int64)):
     KERNELS |= {
-        f"reduce_voxels_kernel[{kind}]": Entry(downsampling.reduce_voxels_kernel(STRETCH), (80,), own=own),
-        f"crowds_kernel[{kind}]": Entry(downsampling.crowds_kernel(wide, STRETCH), (80,), own=own),
-        f"finish_crowds_kernel[{kind}]": Entry(downsampling.finish_crowds_kernel(STRETCH), (64,), own=own),
+        f"reduce_voxels_kernel[{kind}]": Entry(downsampling.reduce_voxels_kernel(STRETCH), (56,), own=own),
+        f"crowds_kernel[{kind}]": Entry(downsampling.crowds_kernel(wide, STRETCH), (77,), own=own),
+        f"finish_crowds_kernel[{kind}]": Entry(downsampling.finish_crowds_kernel(STRETCH), (37,), own=own),
     }
 
 

@@ -47,7 +47,7 @@ RANKS = [
     {"streaming"},
     {"arrays"},
     {"launch", "errors", "keeping", "memory"},
-    {"kernels.batches", "loops.batches"},
+    {"kernels.batches", "loops.batches", "kernels.downsampling", "loops.downsampling"},
     {"kernels.binning"},
     {"kernels.*", "loops.*"},
     {"lists"},

@@ -342,10 +342,22 @@ def eight_rows(row):
 
 
 @device
-def take_rank(word, bit, mask, counters, first, lane):
+def lanes_with_digit(digit, digit_bits):
+    """The lanes of the warp that have the same digit: by a vote on each of its bits."""
+    alike = lanes_with(True)
+    for bit in range(digit_bits):
+        is_set = digit >> bit & 1 == 1
+        votes = lanes_with(is_set)
+        alike &= votes if is_set else ~votes
+    return np.uint32(alike)
+
+
+@device
+def take_rank(word, bit, mask, counters, first, lane, voted_bits):
     """The rank of a word among those of its digit that the warp has had so far, and count it."""
-    place = first + digit_of(word, bit, mask)
-    alike = lanes_alike(place)
+    digit = digit_of(word, bit, mask)
+    place = first + digit
+    alike = lanes_with_digit(digit, voted_bits) if voted_bits > 0 else lanes_alike(digit)
     rank = counters[place]
     earlier = cuda.popc(alike & lanes_below(lane))
     sync_lanes()
@@ -356,17 +368,17 @@ def take_rank(word, bit, mask, counters, first, lane):
 
 
 @device
-def eight_ranks(words, bit, mask, counters, first, lane):
+def eight_ranks(words, bit, mask, counters, first, lane, voted_bits):
     """The same for the words of a thread, in their order."""
     return (
-        take_rank(words[0], bit, mask, counters, first, lane),
-        take_rank(words[1], bit, mask, counters, first, lane),
-        take_rank(words[2], bit, mask, counters, first, lane),
-        take_rank(words[3], bit, mask, counters, first, lane),
-        take_rank(words[4], bit, mask, counters, first, lane),
-        take_rank(words[5], bit, mask, counters, first, lane),
-        take_rank(words[6], bit, mask, counters, first, lane),
-        take_rank(words[7], bit, mask, counters, first, lane),
+        take_rank(words[0], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[1], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[2], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[3], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[4], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[5], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[6], bit, mask, counters, first, lane, voted_bits),
+        take_rank(words[7], bit, mask, counters, first, lane, voted_bits),
     )
 
 
@@ -454,8 +466,10 @@ def next_tile(tickets, slot):
 
 
 @cache
-def sort_kernel(threads, digit_bits):
-    """The kernel for blocks of so many threads and digits of so many bits, 2^digit_bits <= threads."""
+def sort_kernel(threads, digit_bits, votes=False):
+    """The kernel for blocks of so many threads and digits of so many bits, 2^digit_bits <= threads. votes: how the lanes of
+    a warp find those with the same digit."""
+    voted_bits = digit_bits if votes else 0
     digits, warps, tile_length = 1 << digit_bits, threads // WARP, threads * WORDS_A_THREAD
     counters_length = warps * digits
 
@@ -488,7 +502,7 @@ def sort_kernel(threads, digit_bits):
         left = int32(min(rows - own, tile_length))
         words = eight_words(words_in, plane * rows + own, left)
         first = warp * digits
-        ranks = eight_ranks(words, bit, mask, counters, first, lane)
+        ranks = eight_ranks(words, bit, mask, counters, first, lane, voted_bits)
         cuda.syncthreads()
 
         count = int32(0)

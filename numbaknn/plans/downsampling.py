@@ -25,6 +25,7 @@ from numbaknn.runs import STRETCH
 # written. Blocks of 512 sort tiles of 4,096 words in 35 KiB of shared memory, so that four share a multiprocessor.
 DIGIT_BITS = 8
 SORT_THREADS = 512
+SORT_VOTES = False
 # Launches of the sort: those that a key has no digits for end at once. Nine take a key of 63 bits, or three planes of 24:
 # an extent of 100 km in voxels of 1 cm along each axis. A cloud that needs more is sorted anew by as many as it needs.
 SLOTS = 9
@@ -284,7 +285,7 @@ def sort_launches(memory, rows, slots):
         # the last one writes to the first of the places
         source, target = places[(slots - slot) % 2], places[(slots - slot - 1) % 2]
         counters = (memory[name] for name in ("frame", "histogram", "statuses", "tickets"))
-        kernel = stages.sort_kernel(SORT_THREADS, DIGIT_BITS)
+        kernel = stages.sort_kernel(SORT_THREADS, DIGIT_BITS, SORT_VOTES)
         yield Launch(kernel, items, SORT_THREADS, slot, slots, rows, *counters, *source, *target)
     numbered = (memory[name] for name in ("frame", "head_statuses", "tickets", "words", "firsts", "ranks", "totals"))
     yield Launch(stages.heads_kernel(SORT_THREADS, STRETCH), items, SORT_THREADS, slots, rows, *numbered)
