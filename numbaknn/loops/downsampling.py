@@ -33,40 +33,53 @@ from numbaknn.runs import RUN, met, reference_of, run_from, settled
 ROW_BITS = 32
 ROW = (1 << ROW_BITS) - 1
 
+# As a literal it would be a type of its own, for which everything is compiled again.
+START = np.int64(0)
+
 
 # -- Keys ----------------------------------------------------------------------------------------------------------------
 
 
+# compiled once: it is seldom worth inlining
+lay_frame_of = part_of_loop(lay_frame.py_func)
+
+
 @part_of_loop
-def fitting_bounds(points, dimensions, first, last, lattice, low, high):
-    """The box around the points of a stretch that fit, and how many do."""
+def fitting_bounds(points, dimensions, first, last, lattice, box):
+    """The box around the points of a stretch that fit (highest x, y, z, lowest x, y, z), and how many do."""
     count = 0
     for row in range(first, last):
         point = read_point(points, row, dimensions)
         if fits(point, lattice):
             x, y, z = point
+            if count == 0:
+                box[0], box[1], box[2], box[3], box[4], box[5] = x, y, z, x, y, z
+            box[0], box[1], box[2] = max(box[0], x), max(box[1], y), max(box[2], z)
+            box[3], box[4], box[5] = min(box[3], x), min(box[4], y), min(box[5], z)
             count += 1
-            low[0], low[1], low[2] = min(low[0], x), min(low[1], y), min(low[2], z)
-            high[0], high[1], high[2] = max(high[0], x), max(high[1], y), max(high[2], z)
     return count
 
 
 @loop
-def frame_loop(points, dimensions, rows, lattice, digit_bits, frame, chunks):
-    """Fill `frame` for the keys of all points. Returns how many fit."""
-    lows, highs = np.empty((chunks, 3), points.dtype), np.empty((chunks, 3), points.dtype)
-    counts = np.zeros(chunks, np.int64)
-    lows[:], highs[:] = np.inf, -np.inf
+def frame_loop(points, dimensions, rows, lattice, digit_bits, frame, boxes, counts):
+    """Fill `frame` for the keys of all points. Returns how many fit. boxes, counts: room for those of each chunk."""
+    chunks = counts.size
     if chunks == 1:
-        counts[0] = fitting_bounds(points, dimensions, 0, rows, lattice, lows[0], highs[0])
+        counts[0] = fitting_bounds(points, dimensions, START, rows, lattice, boxes[0])
     else:
         for chunk in prange(chunks):
             first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
-            counts[chunk] = fitting_bounds(points, dimensions, first, last, lattice, lows[chunk], highs[chunk])
-    low = lows[:, 0].min(), lows[:, 1].min(), lows[:, 2].min()
-    high = highs[:, 0].max(), highs[:, 1].max(), highs[:, 2].max()
-    count = counts.sum()
-    lay_frame(low, high, count, rows, lattice, digit_bits, frame)
+            counts[chunk] = fitting_bounds(points, dimensions, first, last, lattice, boxes[chunk])
+    box, count = boxes[0], np.int64(0)
+    for chunk in range(chunks):
+        if counts[chunk] > 0:
+            for axis in range(3):
+                here, so_far = boxes[chunk], count > 0
+                box[axis] = max(box[axis], here[axis]) if so_far else here[axis]
+                box[3 + axis] = min(box[3 + axis], here[3 + axis]) if so_far else here[3 + axis]
+        count += counts[chunk]
+    low, high = (box[3], box[4], box[5]), (box[0], box[1], box[2])
+    lay_frame_of(low, high, count, rows, lattice, digit_bits, frame)
     return count
 
 
@@ -106,7 +119,7 @@ def write_words(points, dimensions, rows, first, last, lattice, frame, words, re
 def keys_loop(points, dimensions, rows, lattice, frame, words, records, chunks):
     """The keys of all points."""
     if chunks == 1:
-        write_words(points, dimensions, rows, 0, rows, lattice, frame, words, records)
+        write_words(points, dimensions, rows, START, rows, lattice, frame, words, records)
         return
     for chunk in prange(chunks):
         first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
@@ -162,10 +175,10 @@ def sort_loop(rows, frame, words, records, spare, chunks):
         new_plane = planes > 1 and frame[place + PASS_BIT] == 0
         if chunks == 1:
             if new_plane:
-                take_plane(words, rows, plane, number == 0, 0, rows, source)
-            count_digits(source, 0, rows, bit, mask, cursors[0])
-            add_up_cursors(cursors, 1, mask + 1)
-            move_records(source, 0, rows, bit, mask, cursors[0], target)
+                take_plane(words, rows, plane, number == 0, START, rows, source)
+            count_digits(source, START, rows, bit, mask, cursors[0])
+            add_up_cursors(cursors, chunks, mask + 1)
+            move_records(source, START, rows, bit, mask, cursors[0], target)
         else:
             for chunk in prange(chunks):
                 first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
@@ -225,7 +238,7 @@ def heads_loop(rows, frame, records, words, firsts, order, inverse, chunks):
         order[place] = records[place] & ROW
         inverse[records[place] & ROW] = -1
     if chunks == 1:
-        voxels = write_heads(0, count, records, words, rows, planes, 0, firsts, order, inverse)
+        voxels = write_heads(START, count, records, words, rows, planes, START, firsts, order, inverse)
         firsts[voxels] = count
         return voxels
     before = np.zeros(chunks + 1, np.int64)

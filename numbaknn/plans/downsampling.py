@@ -131,7 +131,8 @@ class HostVoxels:
         """Number the voxels of flat points, and fill `inverse`."""
         rows, frame = self._rows, self._frame
         cloud = points, self._dimensions, rows
-        fitting = int(loops.frame_loop(*cloud, self._lattice, HOST_DIGIT_BITS, frame, self._chunks))
+        boxes, counts = np.empty((self._chunks, 6), points.dtype), np.empty(self._chunks, np.int64)
+        fitting = int(loops.frame_loop(*cloud, self._lattice, HOST_DIGIT_BITS, frame, boxes, counts))
         if frame[PLANES] > 1 and self._words.size < frame[PLANES] * rows:
             self._words = np.empty(int(frame[PLANES]) * rows, np.uint32)
         records, spare = self._records, self._spare
