@@ -110,13 +110,20 @@ def voxel_of(point, lattice):
 @device
 def bits_for(most):
     """How many bits the integers from 0 to `most`, a number without a sign, take."""
+    bits = 0
     if most < 0:
         return 64
-    bits = 0
-    while most > 0:
-        bits += 1
-        most >>= 1
-    return bits
+    if most >> 32 > 0:
+        bits, most = bits + 32, most >> 32
+    if most >> 16 > 0:
+        bits, most = bits + 16, most >> 16
+    if most >> 8 > 0:
+        bits, most = bits + 8, most >> 8
+    if most >> 4 > 0:
+        bits, most = bits + 4, most >> 4
+    if most >> 2 > 0:
+        bits, most = bits + 2, most >> 2
+    return bits + min(most, 2)
 
 
 @device
@@ -125,9 +132,12 @@ def add_plane(frame, source, from_bit, bits, digit_bits):
     plane, number = frame[PLANES], frame[PASSES]
     frame[SOURCE + plane], frame[FROM_BIT + plane] = source, from_bit
     passes = max(1, (bits + digit_bits - 1) // digit_bits)
+    # in 32 bits a division takes a GPU a fifth of the time
+    least = np.int64(np.uint32(bits) // np.uint32(passes))
+    wider = bits - least * passes
     done = 0
     for n in range(passes):
-        width = (bits - done + passes - n - 1) // (passes - n)
+        width = least + (1 if n < wider else 0)
         place = PASS + PASS_LENGTH * (number + n)
         frame[place + PASS_PLANE] = plane
         frame[place + PASS_BIT] = done

@@ -210,7 +210,7 @@ KERNELS |= {
     "prepare_voxels_kernel": Entry(downsampling.prepare_voxels_kernel, (32,)),
     "bounds_of_voxels_kernel": Entry(downsampling.bounds_of_voxels_kernel, (56, 82)),
     "first_misfit_kernel": Entry(downsampling.first_misfit_kernel, (14, 14)),
-    "keys_kernel": Entry(downsampling.keys_kernel(DIGIT_BITS), (56, 56), own=FRAME),
+    "keys_kernel": Entry(downsampling.keys_kernel(DIGIT_BITS), (51, 51), own=FRAME),
     "sort_kernel": Entry(
         downsampling.sort_kernel(SORT_THREADS, DIGIT_BITS), (64,), own=FRAME, threads=(SORT_THREADS, 2)
     ),
@@ -223,7 +223,7 @@ KERNELS |= {
     "inverse_kernel": Entry(downsampling.inverse_kernel, (14,), own=FRAME),
     "flip_kernel": Entry(downsampling.flip_kernel, (12,), own={"source": types.int64, "target": types.int64}),
     "label_bounds_kernel": Entry(downsampling.label_bounds_kernel, (32,), own=LABELS),
-    "label_keys_kernel": Entry(downsampling.label_keys_kernel(DIGIT_BITS), (53,), own=LABELS),
+    "label_keys_kernel": Entry(downsampling.label_keys_kernel(DIGIT_BITS), (47,), own=LABELS),
     "count_labels_kernel": Entry(downsampling.count_labels_kernel, (30,), own=LABELS),
     "write_labels_kernel": Entry(downsampling.write_labels_kernel, (40,), own=LABELS),
     "write_length_kernel": Entry(downsampling.write_length_kernel, (8,)),

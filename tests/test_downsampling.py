@@ -240,6 +240,15 @@ def test_floor_of_the_rounded_quotient(rng):
     np.testing.assert_array_equal(voxels, right.astype(np.int64))
 
 
+def test_bits():
+    bits_for = keys.bits_for
+    count = numba.njit(lambda most: bits_for(most))
+    for bits in range(64):
+        for most in {2**bits - 1, 2 ** max(bits - 1, 0) if bits else 0}:
+            assert count(np.int64(most)) == bits_for.py_func(most) == most.bit_length()
+    assert count(np.int64(-1)) == count(np.int64(-(2**63))) == 64
+
+
 @DTYPES
 @pytest.mark.parametrize("size", [0.05, 0.1, 1 / 3, 1.0, 1e-3])
 def test_borders(size, dtype, rng):

@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 
 from numbaknn.geometry import read_point
-from numbaknn.jit import loop, part_of_loop
+from numbaknn.jit import device, loop, part_of_loop
 from numbaknn.keys import (
     COUNT,
     PASS,
@@ -196,7 +196,7 @@ def sort_loop(rows, frame, words, records, spare, chunks):
 # -- Where voxels begin --------------------------------------------------------------------------------------------------
 
 
-@part_of_loop
+@device
 def begins_voxel(place, records, words, rows, planes):
     """Whether a sorted point is the first of its voxel."""
     if place == 0:
