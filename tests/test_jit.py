@@ -230,14 +230,17 @@ def test_second_process_compiles_nothing():
 import pathlib
 import numpy as np
 import numbaknn as nk
-from numbaknn.loops import binning, interpolation, neighbors, rows
+from numbaknn.loops import binning, downsampling, interpolation, neighbors, rows
 points = np.random.default_rng(0).random((50, 3))
 nk.knn(points, points, k=2, target="cpu")
 nk.interpolate(points, points, points, k=2, target="cpu")
 nk.row_score(points, *points[:3], target="cpu")
 nk.layer_norm(points, *points[:2], target="cpu")
+nk.voxel_downsample(points, 0.3, np.arange(50), reduce="mode", target="cpu")
 functions = binning.measure_points, binning.bin_points, binning.first_bad_row, interpolation.interpolate_loop
 functions += neighbors.knn_loop, rows.row_score_loop, rows.layer_norm_loop
+functions += downsampling.frame_loop, downsampling.keys_loop, downsampling.sort_loop, downsampling.heads_loop
+functions += downsampling.reduce_loop, downsampling.modes_loop
 print(sum(sum(function.stats.cache_misses.values()) for function in functions))
 print(len(list(pathlib.Path(nk.__file__).parent.rglob("*.nbc"))))
 """
