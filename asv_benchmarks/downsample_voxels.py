@@ -171,7 +171,7 @@ def stage_times(page, points, size):
     """GPU time of each launch: of a graph of the first n of them less that of the first n - 1."""
     rows = len(points)
     lattice = plans.lattice_of(size, np.zeros(3))
-    voxels = plans.DeviceVoxels(rows, 3, lattice)
+    voxels = plans.DeviceVoxels(rows, 3, rows, lattice)
     _, blob = cupy_empty(voxels.layout.bytes // 8)
     memory = voxels.layout.named(blob)
     means, counts, inverse = cupy.empty((rows, 3), np.float32), cupy.empty(rows, np.int64), cupy.empty(rows, np.int64)

@@ -438,7 +438,8 @@ class _DownsamplingPlan(Plan):
             self._inverse[1][:] = read(inverse, stream)
 
     def _copied(self, array):
-        return self._library.copied(array)
+        # features may be of another library than points
+        return adopt("output", array).library.copied(array)
 
 
 def _plan_voxel_downsample(_, points, voxel_size, features=None, *, origin=None, reduce="mean", target="auto"):

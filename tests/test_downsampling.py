@@ -666,6 +666,16 @@ def test_sizes_simulated(simulated, count, dtype, rng):
         both(simulated, points, size, features, reduce="sum")
 
 
+@pytest.mark.parametrize("count", [65, 72, 69])
+def test_clouds_of_about_one_size_simulated(simulated, count, rng):
+    """They share what has been prepared for 72 points, whatever their voxels."""
+    points, labels = rng.random((count, 2)), rng.integers(0, 4, count)
+    for size, origin in ((0.3, [0.1, 0.2]), (0.5, None), (7.0, [-1, -1])):
+        both(simulated, points, size, labels, origin=origin, reduce="mode")
+    assert {plans.capacity_of(rows) for rows in (65, 69, 72)} == {72}
+    assert [plans.capacity_of(rows) for rows in (1, 9, 15, 16, 17, 2**31 - 1)] == [1, 9, 15, 16, 18, 2**31]
+
+
 def test_crowds_simulated(simulated, rng):
     """Stretches are of 32 points here."""
     points = rng.permutation(np.concatenate([rng.random((100, 3)), rng.random((40, 3)) + 5, rng.random((30, 3)) * 9]))

@@ -72,6 +72,15 @@ def test_sizes(count, size, rng):
     both(rng.random((count, 3), F32), size, rng.normal(size=count))
 
 
+def test_clouds_of_about_one_size(rng):
+    """They share what has been prepared, whatever their voxels."""
+    for count in (100_000, 100_001, 106_496, 100_000):
+        points, labels = rng.random((count, 3), F32), rng.integers(0, 9, count)
+        for size, origin in ((0.02, None), (0.1, [0.01, 0.02, 0.03]), (0.02, [5, 5, 5])):
+            both(points, size, labels, origin=origin, reduce="mode")
+            both(points, size, points, origin=origin)
+
+
 @pytest.mark.parametrize("points_a_voxel", [5, 15, 17, 33, 65, 129, 300, 1000, 4000, 5000])
 def test_threads_of_a_voxel(points_a_voxel, rng):
     """Some voxels hold far fewer points than the others of a warp."""

@@ -495,9 +495,11 @@ def sort_kernel(threads, digit_bits, votes=False):
             counters[n] = 0
         tile = next_tile(tickets, slot)
 
+        base = tile * tile_length
+        if base >= rows:
+            return
         place = PASS + PASS_LENGTH * number
         plane, bit, mask = frame[place + PASS_PLANE], frame[place + PASS_BIT], frame[place + PASS_MASK]
-        base = tile * tile_length
         own = base + warp * (WARP * WORDS_A_THREAD) + lane
         left = int32(min(rows - own, tile_length))
         words = eight_words(words_in, plane * rows + own, left)
@@ -589,6 +591,8 @@ def heads_kernel(threads, stretch):
         tile = next_tile(tickets, slots)
         lane, warp, _ = lane_and_warp(threads)
         base = tile * tile_length
+        if base >= rows:
+            return
         own = base + warp * (WARP * WORDS_A_THREAD) + lane
         heads, of_warp = int32(0), int32(0)
         for n in range(WORDS_A_THREAD):

@@ -17,7 +17,7 @@ from numbaknn.jit import SIMULATED
 from numbaknn.keeping import Kept
 from numbaknn.kernels import downsampling as stages
 from numbaknn.keys import MOST_PLANES, PLANE_BITS, PLANES, REACH, frame_length
-from numbaknn.launch import Flat, Graph, Launch, Mailbox, is_capturing, read, write
+from numbaknn.launch import Changing, Flat, Graph, Launch, Mailbox, is_capturing, read, write
 from numbaknn.loops import downsampling as loops
 from numbaknn.runs import STRETCH
 
@@ -199,35 +199,40 @@ class Layout:
     def allocate(self, library):
         return library.empty((self.bytes // 8,), np.int64)[1]
 
+    def one(self, memory, name):
+        start, length, dtype = self.places[name]
+        return memory.part(start // 8, length, dtype)
+
     def named(self, memory):
         """The arrays by their names."""
-        return {name: memory.part(start // 8, length, dtype) for name, (start, length, dtype) in self.places.items()}
+        return {name: self.one(memory, name) for name in self.places}
 
     def addresses(self, memory):
         return [memory.address + start for start, _, _ in self.places.values()]
 
 
 class Prepared:
-    """A graph whose launches work on some arrays and on workspaces, all of which may be others in every run."""
+    """A graph whose launches work on arrays, on workspaces and with numbers, all of which may be others in every run."""
 
-    def __init__(self, layouts, arrays, make):
+    def __init__(self, layouts, arrays, numbers, make):
         """make(*workspaces by name, *arrays) gives the launches. The arrays are like those of the runs."""
         self._layouts = layouts
         # objects of their own: the same memory may be two arguments
         arrays = [Flat(flat.owner, flat.address, flat.size, flat.dtype) for flat in map(Flat.borrowed, arrays)]
         named = [layout.named(_any_memory(layout)) for layout in layouts]
-        self.launches = list(make(*named, *arrays))
-        self._graph = Graph(self.launches, [*arrays, *(flat for names in named for flat in names.values())])
+        launches = list(make(*named, *arrays))
+        self._graph = Graph(launches, [*arrays, *(flat for names in named for flat in names.values())], numbers)
 
-    def run(self, arrays, memories, stream):
+    def run(self, arrays, memories, values, stream):
         pairs = list(zip(self._layouts, memories))
         if SIMULATED:
-            self._graph.run([*arrays, *(f for layout, m in pairs for f in layout.named(m).values())], stream)
+            flats = [*arrays, *(flat for layout, memory in pairs for flat in layout.named(memory).values())]
+            self._graph.run(flats, stream, values)
             return
         addresses = [flat.address for flat in arrays]
         for layout, memory in pairs:
             addresses += layout.addresses(memory)
-        self._graph.run_at(addresses, stream)
+        self._graph.run_at(addresses, stream, values)
 
 
 def _any_memory(layout):
@@ -249,6 +254,12 @@ def passes_for(bits):
     """Passes of the sort over a number of so many bits."""
     planes = [min(bits - done, PLANE_BITS) for done in range(0, bits, PLANE_BITS)]
     return sum(-(-plane // DIGIT_BITS) for plane in planes)
+
+
+def capacity_of(rows):
+    """The next number of no more than four significant bits: launches are prepared for that, as clouds vary in size."""
+    step = 1 << max(rows.bit_length() - 4, 0)
+    return -(-rows // step) * step
 
 
 def add_sort(layout, rows, slots, planes, **more):
@@ -278,10 +289,10 @@ def prepare_launch(memory, nothings):
     return Launch(stages.prepare_voxels_kernel, items, THREADS, memory["zeros"], nothings)
 
 
-def sort_launches(memory, rows, slots):
+def sort_launches(memory, capacity, rows, slots):
     """The launches from the keys to the numbered runs of equal ones; the sorted keys are in `words`."""
     places = (memory["words"], memory["order"]), (memory["other_words"], memory["other_order"])
-    items = -(-rows // tile_length()) * SORT_THREADS
+    items = -(-capacity // tile_length()) * SORT_THREADS
     for slot in range(slots):
         # the last one writes to the first of the places
         source, target = places[(slots - slot) % 2], places[(slots - slot - 1) % 2]
@@ -293,26 +304,28 @@ def sort_launches(memory, rows, slots):
 
 
 class DeviceVoxels:
-    """The launches for clouds of one shape, without any memory of their own.
+    """The launches for clouds of up to `capacity` points, without any memory of their own.
 
-    slots, planes: launches of the sort, and planes of a key that there is room for; a cloud that needs more passes is left
-    alone and says so. label_columns: columns of labels whose most frequent ones are asked for.
+    rows, lattice: numbers, or `Changing` ones. slots, planes: launches of the sort, and planes of a key that there is room
+    for; a cloud that needs more passes is left alone and says so. label_columns: columns of labels whose most frequent ones
+    are asked for.
     """
 
-    def __init__(self, rows, dimensions, lattice, label_columns=0, slots=SLOTS, planes=KEPT_PLANES):
-        self.rows, self.slots, self._label_columns = rows, slots, label_columns
+    def __init__(self, capacity, dimensions, rows, lattice, label_columns=0, slots=SLOTS, planes=KEPT_PLANES):
+        self.capacity, self.rows, self.slots, self._label_columns = capacity, rows, slots, label_columns
+        self._numbers = [number for number in (rows, *lattice) if isinstance(number, Changing)]
         self._cloud = dimensions, rows, *lattice
         self.layout = layout = Layout()
-        add_sort(layout, rows, slots, planes, fitting=1)
+        add_sort(layout, capacity, slots, planes, fitting=1)
         layout.add_counters("nothings", {"bounds": stages.BOUNDS_LENGTH, "label_bounds": 2 * label_columns})
         for name in ("crowd_voxels", "crowd_stretches"):
-            layout.add(name, rows // STRETCH + 1, np.int64)
+            layout.add(name, capacity // STRETCH + 1, np.int64)
         self._prepared, self._mailboxes = Kept(MOST_KEPT), []
 
     def label_layout(self, slots):
         """The workspace of the sort of labels."""
         layout = Layout()
-        add_sort(layout, self.rows, slots, MOST_LABEL_PLANES, best=self.rows)
+        add_sort(layout, self.capacity, slots, MOST_LABEL_PLANES, best=self.capacity)
         return layout
 
     # -- The launches, in their order --
@@ -321,17 +334,17 @@ class DeviceVoxels:
         """From the points to the numbered voxels."""
         bounds = memory["bounds"], memory["fitting"]
         yield prepare_launch(memory, memory["nothings"])
-        items = min(-(-self.rows // stages.POINTS_A_THREAD), BOUNDS_BLOCKS * THREADS)
+        items = min(-(-self.capacity // stages.POINTS_A_THREAD), BOUNDS_BLOCKS * THREADS)
         yield Launch(stages.bounds_of_voxels_kernel, items, THREADS, points, *self._cloud, *bounds)
-        items = min(self.rows, KEYS_BLOCKS * THREADS)
+        items = min(self.capacity, KEYS_BLOCKS * THREADS)
         written = (memory[name] for name in ("frame", "histogram", "words", "other_words"))
         kernel = stages.keys_kernel(DIGIT_BITS)
         yield Launch(kernel, items, THREADS, points, *self._cloud, self.slots, *bounds, *written)
-        yield from sort_launches(memory, self.rows, self.slots)
+        yield from sort_launches(memory, self.capacity, self.rows, self.slots)
 
     def inverse_launches(self, memory, inverse):
         read = memory["frame"], memory["order"], memory["ranks"]
-        yield Launch(stages.inverse_kernel, self.rows, THREADS, self.rows, self.slots, *read, inverse)
+        yield Launch(stages.inverse_kernel, self.capacity, THREADS, self.rows, self.slots, *read, inverse)
 
     def reduce_launches(self, memory, reduction, crowded, values, counts, partials, reduced):
         """The reduction of the values of all voxels; of those of more than a stretch if there may be any (`crowded`).
@@ -342,7 +355,7 @@ class DeviceVoxels:
         sorted_values = memory["firsts"], memory["order"], values, columns, relative, largest
         yield Launch(
             stages.reduce_voxels_kernel(STRETCH),
-            min(self.rows * columns, REDUCE_BLOCKS * REDUCE_THREADS),
+            min(self.capacity * columns, REDUCE_BLOCKS * REDUCE_THREADS),
             REDUCE_THREADS,
             memory["totals"],
             memory["frame"],
@@ -359,14 +372,14 @@ class DeviceVoxels:
         if not crowded:
             return
         kernel = stages.crowds_kernel(types.int64 if reduction.wide is np.int64 else types.float64, STRETCH)
-        blocks = min(most_stretches(self.rows), REDUCE_BLOCKS)
+        blocks = min(most_stretches(self.capacity), REDUCE_BLOCKS)
         yield Launch(kernel, blocks * CROWD_THREADS, CROWD_THREADS, *crowds, *sorted_values, nothing, partials)
-        items = min((self.rows // STRETCH + 1) * columns, REDUCE_BLOCKS * REDUCE_THREADS)
+        items = min((self.capacity // STRETCH + 1) * columns, REDUCE_BLOCKS * REDUCE_THREADS)
         finish = stages.finish_crowds_kernel(STRETCH)
         yield Launch(finish, items, REDUCE_THREADS, *crowds, *sorted_values, averaged, nothing, partials, reduced)
 
     def label_bounds_launches(self, memory, labels, inverse):
-        items = min(self.rows, BOUNDS_BLOCKS * THREADS)
+        items = min(self.capacity, BOUNDS_BLOCKS * THREADS)
         asked = labels, self._label_columns, self.rows, inverse, memory["label_bounds"]
         yield Launch(stages.label_bounds_kernel, items, THREADS, *asked)
 
@@ -376,13 +389,13 @@ class DeviceVoxels:
         runs, best, label_bounds = label_memory["totals"], label_memory["best"], memory["label_bounds"]
         columns = self._label_columns
         yield prepare_launch(label_memory, memory["bounds"])  # which nothing needs any more
-        items = min(self.rows, KEYS_BLOCKS * THREADS)
+        items = min(self.capacity, KEYS_BLOCKS * THREADS)
         known = inverse, memory["totals"], memory["frame"], label_bounds, slots
         written = (label_memory[name] for name in ("frame", "histogram", "words", "other_words"))
         kernel = stages.label_keys_kernel(DIGIT_BITS)
         yield Launch(kernel, items, THREADS, labels, columns, column, self.rows, *known, *written)
-        yield from sort_launches(label_memory, self.rows, slots)
-        items = min(self.rows, REDUCE_BLOCKS * THREADS)
+        yield from sort_launches(label_memory, self.capacity, self.rows, slots)
+        items = min(self.capacity, REDUCE_BLOCKS * THREADS)
         sorted_labels = label_frame, self.rows, firsts, words, best
         yield Launch(stages.count_labels_kernel, items, THREADS, runs, *sorted_labels)
         written = label_bounds, columns, column, reduced
@@ -390,42 +403,46 @@ class DeviceVoxels:
 
     # -- Running them --
 
-    def run(self, name, make, arrays, memories, stream, *layouts):
-        """Run launches that are kept under this name: make(*workspaces by name, *arrays) gives them."""
+    def run(self, name, make, arrays, memories, values, stream, *layouts):
+        """Run launches that are kept under this name: make(*workspaces by name, *arrays) gives them. values: of the
+        changing numbers."""
         key = name, *(flat.dtype for flat in arrays)
-        prepared = self._prepared.get(key, lambda: Prepared((self.layout, *layouts), arrays, make))
-        prepared.run(arrays, memories, stream)
+        prepared = self._prepared.get(key, lambda: Prepared((self.layout, *layouts), arrays, self._numbers, make))
+        prepared.run(arrays, memories, values, stream)
 
-    def find(self, points, inverse, labels, memory, stream):
+    def find(self, points, inverse, labels, memory, values, stream):
         """Find the voxels and wait for what is known of them: (totals, bounds of the labels)."""
-        mailbox = self._mailboxes.pop() if self._mailboxes else Mailbox(stages.TOTALS_LENGTH + 2 * self._label_columns)
-        named = self.layout.named(memory)
-        self.run("find", self.find_launches, [points], [memory], stream)
+        try:
+            mailbox = self._mailboxes.pop()
+        except IndexError:  # all that there are are on their way, for other threads
+            mailbox = Mailbox(stages.TOTALS_LENGTH + 2 * self._label_columns)
+        numbers = [self.layout.one(memory, "totals")]
+        self.run("find", self.find_launches, [points], [memory], values, stream)
         if labels is None:
             # the host learns how many they are while the device still writes whose points are whose
-            mailbox.send([named["totals"]], stream)
-        self.run("inverse", self.inverse_launches, [inverse], [memory], stream)
+            mailbox.send(numbers, stream)
+        self.run("inverse", self.inverse_launches, [inverse], [memory], values, stream)
         if labels is not None:
-            self.run("label bounds", self.label_bounds_launches, [labels, inverse], [memory], stream)
-            mailbox.send([named["totals"], named["label_bounds"]], stream)
+            self.run("label bounds", self.label_bounds_launches, [labels, inverse], [memory], values, stream)
+            mailbox.send([*numbers, self.layout.one(memory, "label_bounds")], stream)
         numbers = mailbox.wait()
         self._mailboxes.append(mailbox)
         return numbers[: stages.TOTALS_LENGTH], numbers[stages.TOTALS_LENGTH :]
 
-    def reduce(self, reduction, crowded, values, counts, reduced, library, memory, stream):
+    def reduce(self, reduction, crowded, values, counts, reduced, library, memory, numbers, stream):
         """Fill the flat outputs: what the values of each voxel amount to, and the counts if they are those of points."""
         arrays = [values, counts, reduced]
         if crowded:
-            arrays.append(library.empty((most_stretches(self.rows) * reduction.columns,), reduction.wide)[1])
+            arrays.append(library.empty((most_stretches(self.capacity) * reduction.columns,), reduction.wide)[1])
 
         def make(named, values, counts, reduced, partials=None):
             return self.reduce_launches(named, reduction, crowded, values, counts, partials, reduced)
 
-        self.run((reduction, crowded), make, arrays, [memory], stream)
+        self.run((reduction, crowded), make, arrays, [memory], numbers, stream)
 
-    def modes(self, bounds, labels, inverse, reduced, library, memory, stream):
+    def modes(self, bounds, labels, inverse, reduced, library, memory, numbers, stream):
         """Fill the flat output with the most frequent labels of each voxel, column by column. bounds: of the labels."""
-        voxel_passes = passes_for(self.rows.bit_length())
+        voxel_passes = passes_for(self.capacity.bit_length())
         for column in range(self._label_columns):
             most = bounds[2 * column] - ~bounds[2 * column + 1]
             slots = passes_for(most.bit_length()) + voxel_passes
@@ -435,7 +452,7 @@ class DeviceVoxels:
                 return self.mode_launches(named, label_named, slots, column, labels, inverse, reduced)
 
             arrays, memories = [labels, inverse, reduced], [memory, layout.allocate(library)]
-            self.run(("modes", slots, column), make, arrays, memories, stream, layout)
+            self.run(("modes", slots, column), make, arrays, memories, numbers, stream, layout)
 
 
 _kept = Kept(MOST_KEPT)
@@ -457,13 +474,19 @@ class DeviceFound:
         self._library, self._inverse, self._stream = library, inverse, stream
         label_columns = 0 if labels is None else labels[0].columns
         self._labels = self._flipped(*labels) if label_columns else None
+        capacity, self._values = capacity_of(rows), [rows, *lattice]
+
+        def make(*options):
+            changing = [Changing(value) for value in self._values]
+            return DeviceVoxels(capacity, dimensions, changing[0], changing[1:], *options)
+
         slots, planes = SLOTS, KEPT_PLANES
         while True:
             options = label_columns, slots, planes
-            key = rows, dimensions, np.dtype(dtype), lattice, library.device, *options
-            launches = _kept.get(key, lambda options=options: DeviceVoxels(rows, dimensions, lattice, *options))
+            key = capacity, dimensions, np.dtype(dtype), library.device, *options
+            launches = _kept.get(key, lambda options=options: make(*options))
             memory = launches.layout.allocate(library)
-            totals, bounds = launches.find(points, inverse, self._labels, memory, stream)
+            totals, bounds = launches.find(points, inverse, self._labels, memory, self._values, stream)
             self.voxels, crowded, self.fitting, needed = totals
             if self.voxels >= 0:
                 break
@@ -484,10 +507,10 @@ class DeviceFound:
             return
         if reduction.kind == "mode":
             asked = self._bounds, self._labels, self._inverse, reduced
-            self._launches.modes(*asked, self._library, self._memory, self._stream)
+            self._launches.modes(*asked, self._library, self._memory, self._values, self._stream)
         else:
             asked = reduction, self._crowded, self._flipped(reduction, values), counts, reduced
-            self._launches.reduce(*asked, self._library, self._memory, self._stream)
+            self._launches.reduce(*asked, self._library, self._memory, self._values, self._stream)
         if reduction.flipped:
             flip_launch(reduced, reduced).run(self._stream)
 
@@ -516,7 +539,7 @@ class DevicePlan:
         rows, dimensions = shape
         self._library, self._memories, self.device_bytes = library, [], 0
         label_columns = sum(reduction.columns for reduction in reductions if reduction.kind == "mode")
-        voxels = DeviceVoxels(rows, dimensions, lattice, label_columns)
+        voxels = DeviceVoxels(rows, dimensions, rows, lattice, label_columns)
         arrays = [Flat(flat.owner, flat.address, flat.size, flat.dtype) for flat in map(Flat.borrowed, arrays)]
         memory = self._workspace(voxels.layout)
         launches = [*voxels.find_launches(memory, arrays[0]), *voxels.inverse_launches(memory, inverse)]
