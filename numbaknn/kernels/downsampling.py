@@ -268,8 +268,7 @@ def is_inclusive(word):
     return word >> VALUE_BITS & 1 == 1
 
 
-# A thread looks at this many tiles before its own at a time: their words are on their way together.
-TILES_AT_ONCE = 4
+# Whether a thread goes on to look at tiles before its own.
 OVER, ON, STALLED = 0, 1, 2
 
 
@@ -290,7 +289,8 @@ def take_status(state, word, tag):
 
 @device
 def sum_of_tiles_before(statuses, first, step, tile, tag):
-    """The sum of the values of all tiles before one (that isn't the first): those at first + tile * step."""
+    """The sum of the values of all tiles before one (that isn't the first): those at first + tile * step. The words of four
+    tiles are on their way together."""
     state = int64(0), int64(tile - 1), int64(ON)
     while state[2] != OVER:
         last = state[1]
