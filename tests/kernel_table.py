@@ -34,7 +34,7 @@ ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y",
     types.int32: "shape shapes starts cells ranks sums marks crowded",
     types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes "
-    "inverse crowds crowd_voxels crowd_stretches zeros nothings fitting histogram statuses tickets label_bounds label_frame "
+    "inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds label_frame "
     "best length",
     types.uint32: "words other_words words_in words_out order order_in order_out",
     types.float64: "means",
@@ -231,8 +231,8 @@ KERNELS |= {
 for kind, own, wide in (("floats", FLOATS, types.float64), ("integers", INTEGERS, types.int64)):
     KERNELS |= {
         f"reduce_voxels_kernel[{kind}]": Entry(downsampling.reduce_voxels_kernel(STRETCH), (56,), own=own),
-        f"crowds_kernel[{kind}]": Entry(downsampling.crowds_kernel(wide, STRETCH), (77,), own=own),
-        f"finish_crowds_kernel[{kind}]": Entry(downsampling.finish_crowds_kernel(STRETCH), (37,), own=own),
+        f"stretches_kernel[{kind}]": Entry(downsampling.stretches_kernel(wide, STRETCH), (77,), own=own),
+        f"join_stretches_kernel[{kind}]": Entry(downsampling.join_stretches_kernel(STRETCH), (37,), own=own),
     }
 
 

@@ -67,7 +67,7 @@ SMALL = [
     ("numbaknn.plans.downsampling", "MOST_LANES", 4),
     ("numbaknn.plans.downsampling", "REDUCE_THREADS", 4),
     ("numbaknn.plans.downsampling", "REDUCE_BLOCKS", 3),
-    ("numbaknn.plans.downsampling", "CROWD_THREADS", 4),
+    ("numbaknn.plans.downsampling", "STRETCH_THREADS", 4),
     ("numbaknn.plans.downsampling", "STRETCH", 32),
     ("numbaknn.streaming", "CHUNK_BYTES", 600),
     ("numbaknn.streaming", "SLOTS", 2),

@@ -188,7 +188,7 @@ def test_features_that_are_not_finite(rng):
         {"MOST_LANES": 1},
         {"MOST_LANES": 8, "REDUCE_THREADS": 256},
         {"REDUCE_BLOCKS": 7, "KEYS_BLOCKS": 3, "BOUNDS_BLOCKS": 5},
-        {"CROWD_THREADS": 64, "REDUCE_BLOCKS": 1},
+        {"STRETCH_THREADS": 64, "REDUCE_BLOCKS": 1},
     ],
     ids=str,
 )

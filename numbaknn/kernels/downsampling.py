@@ -1,8 +1,8 @@
 """The occupied voxels of a cloud, and what the points of each amount to: a stable radix sort on the device.
 
 Launched in this order: `prepare_voxels`, `bounds_of_voxels`, `keys`, `sort` as often as there may be digits, `heads`,
-`inverse`; the host reads how many voxels there are and allocates for them; `reduce_voxels`, and `crowds` and
-`finish_crowds` where a voxel holds more than a stretch of points. The most frequent label takes a sort of its own:
+`inverse`; the host reads how many voxels there are and allocates for them; `reduce_voxels`, and `stretches` and
+`join_stretches` where a voxel holds more than a stretch of points. The most frequent label takes a sort of its own:
 `label_bounds`, `label_keys`, `sort`, `heads`, `count_labels`, `write_labels`.
 
 Everything that one stage learns stays on the device for the next, the number of passes too: of the launches of `sort` the
@@ -63,7 +63,7 @@ from numbaknn.runs import RUN, met, reference_of, run_from, settled
 
 # What the host reads: numbers of voxels (-1: more passes are needed than there are launches), whether a voxel holds more
 # than a stretch, of points that fit, of passes.
-VOXELS, CROWDED, FITTING, NEEDED, TOTALS_LENGTH = 0, 1, 2, 3, 4
+VOXELS, LARGE, FITTING, NEEDED, TOTALS_LENGTH = 0, 1, 2, 3, 4
 
 # The bounds of the points: the highest coordinates, and the lowest ones negated, as keys that order as they do.
 BOUNDS_LENGTH = 6
@@ -623,7 +623,7 @@ def heads_kernel(threads, stretch):
                 firsts[through] = place
                 through += 1
                 if place + stretch < count and not keys_differ(words, planes, rows, place, place + stretch):
-                    totals[CROWDED] = 1
+                    totals[LARGE] = 1
             if place < rows:
                 ranks[place] = through - 1 if place < count else -1
             rank += cuda.popc(here)
@@ -686,9 +686,9 @@ def reduce_voxels_kernel(stretch):
         most_lanes,
         first_of_all,
         counts,
-        crowds,
-        crowd_voxels,
-        crowd_stretches,
+        large,
+        large_voxels,
+        first_stretches,
         reduced,
     ):
         """Reduce the values of all voxels of no more than a stretch; `first_of_all`, count points and list the others.
@@ -709,9 +709,9 @@ def reduce_voxels_kernel(stretch):
                 counts[voxel] = count
                 if count > stretch:
                     stretches = (count + stretch - 1) // stretch
-                    before = cuda.atomic.add(crowds, 0, (int64(1) << VALUE_BITS) | stretches)
-                    crowd_voxels[before >> VALUE_BITS] = voxel
-                    crowd_stretches[before >> VALUE_BITS] = before & VALUE
+                    before = cuda.atomic.add(large, 0, (int64(1) << VALUE_BITS) | stretches)
+                    large_voxels[before >> VALUE_BITS] = voxel
+                    first_stretches[before >> VALUE_BITS] = before & VALUE
             if count > stretch:
                 there, last, count = False, first, int64(0)
             reference, result = as_type_of(0, nothing), nothing
@@ -733,12 +733,12 @@ def reduce_voxels_kernel(stretch):
 
 
 @device
-def crowd_of(stretch, crowd_stretches, crowds):
+def large_of(stretch, first_stretches, large):
     """Which of the listed voxels a stretch is of: the last that begins there or before."""
-    low, high = int64(0), int64(crowds)
+    low, high = int64(0), int64(large)
     while high - low > 1:
         middle = (low + high) // 2
-        if crowd_stretches[middle] <= stretch:
+        if first_stretches[middle] <= stretch:
             low = middle
         else:
             high = middle
@@ -746,16 +746,16 @@ def crowd_of(stretch, crowd_stretches, crowds):
 
 
 @cache
-def crowds_kernel(wide, stretch):
+def stretches_kernel(wide, stretch):
     """The kernel for sums of this type, and stretches of so many points."""
     runs_a_stretch = stretch // RUN
     room = COLUMNS_AT_ONCE * runs_a_stretch
 
     @kernel
-    def crowds_kernel(
-        crowds,
-        crowd_voxels,
-        crowd_stretches,
+    def stretches_kernel(
+        large,
+        large_voxels,
+        first_stretches,
         firsts,
         order,
         values,
@@ -767,11 +767,11 @@ def crowds_kernel(wide, stretch):
     ):
         """Reduce the stretches of all listed voxels. One block a stretch: a thread a run, then one thread a column."""
         runs = cuda.shared.array(room, wide)
-        listed, stretches = crowds[0] >> VALUE_BITS, crowds[0] & VALUE
+        listed, stretches = large[0] >> VALUE_BITS, large[0] & VALUE
         for number in range(cuda.blockIdx.x, stretches, cuda.gridDim.x):
-            crowd = crowd_of(number, crowd_stretches, listed)
-            voxel = crowd_voxels[crowd]
-            first = firsts[voxel] + (number - crowd_stretches[crowd]) * stretch
+            which = large_of(number, first_stretches, listed)
+            voxel = large_voxels[which]
+            first = firsts[voxel] + (number - first_stretches[which]) * stretch
             last = min(first + stretch, int64(firsts[voxel + 1]))
             used = (last - first + RUN - 1) // RUN
             for some in range(0, columns, COLUMNS_AT_ONCE):
@@ -791,18 +791,18 @@ def crowds_kernel(wide, stretch):
                     partials[number * columns + some + column] = result
                 cuda.syncthreads()
 
-    return crowds_kernel
+    return stretches_kernel
 
 
 @cache
-def finish_crowds_kernel(stretch):
+def join_stretches_kernel(stretch):
     """The kernel for stretches of so many points."""
 
     @kernel
-    def finish_crowds_kernel(
-        crowds,
-        crowd_voxels,
-        crowd_stretches,
+    def join_stretches_kernel(
+        large,
+        large_voxels,
+        first_stretches,
         firsts,
         order,
         values,
@@ -815,19 +815,19 @@ def finish_crowds_kernel(stretch):
         reduced,
     ):
         """Put the stretches of each listed voxel together. One thread a column of a voxel."""
-        listed = crowds[0] >> VALUE_BITS
+        listed = large[0] >> VALUE_BITS
         for item in range(cuda.grid(1), listed * columns, cuda.gridsize(1)):
-            crowd, column = item // columns, item % columns
-            voxel = crowd_voxels[crowd]
+            which, column = item // columns, item % columns
+            voxel = large_voxels[which]
             count = int64(firsts[voxel + 1]) - int64(firsts[voxel])
-            first = crowd_stretches[crowd]
+            first = first_stretches[which]
             result = nothing
             for number in range(first, first + (count + stretch - 1) // stretch):
                 result = met(result, partials[number * columns + column], largest)
             reference = reference_of(values, columns, column, order, firsts[voxel], relative, nothing)
             reduced[voxel * columns + column] = settled(result, count, reference, relative, averaged)
 
-    return finish_crowds_kernel
+    return join_stretches_kernel
 
 
 # -- The most frequent label ---------------------------------------------------------------------------------------------

@@ -303,14 +303,16 @@ def reduce_loop(
     largest,
     averaged,
     nothing,
-    crowds,
+    large,
     shares,
     partials,
     reduced,
 ):
-    """Reduce the values of all voxels. crowds: those of more than a stretch; shares: borders of about as many points."""
+    """Reduce the values of all voxels. large: those of more than a stretch; shares: borders of about as many points."""
     if shares.size == 2:
-        reduce_share(0, voxels, stretch, firsts, order, values, columns, relative, largest, averaged, nothing, reduced)
+        reduce_share(
+            START, voxels, stretch, firsts, order, values, columns, relative, largest, averaged, nothing, reduced
+        )
     else:
         for share in prange(shares.size - 1):
             reduce_share(
@@ -327,7 +329,7 @@ def reduce_loop(
                 nothing,
                 reduced,
             )
-    for voxel in crowds:
+    for voxel in large:
         first, last = np.int64(firsts[voxel]), np.int64(firsts[voxel + 1])
         stretches = (last - first + stretch - 1) // stretch
         for column in range(columns):

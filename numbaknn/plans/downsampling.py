@@ -41,7 +41,7 @@ MOST_LANES = 32
 REDUCE_THREADS = 128
 # Where it isn't known how many voxels there are: enough blocks for the largest GPU.
 REDUCE_BLOCKS = 132 * 16
-CROWD_THREADS = 256
+STRETCH_THREADS = 256
 
 # Points that are worth waking a core for.
 POINTS_A_CHUNK = 16384
@@ -142,7 +142,7 @@ class HostVoxels:
         heads = frame, records, self._words, self._firsts, self._order, inverse
         voxels = int(loops.heads_loop(rows, *heads, self._chunks))
         counts = np.diff(self._firsts[: voxels + 1].astype(np.int64))
-        self._counts, self._crowds = counts, np.flatnonzero(counts > STRETCH)
+        self._counts, self._large = counts, np.flatnonzero(counts > STRETCH)
         # shares of about as many points
         wanted = np.linspace(0, fitting, chunks_of(fitting) + 1)[1:-1]
         inner = np.searchsorted(self._firsts[: voxels + 1], wanted)
@@ -166,9 +166,9 @@ class HostVoxels:
             room = np.empty(self._rows, np.int64)
             loops.modes_loop(voxels, *asked, reduction.nothing, self._shares, room, reduced)
         else:
-            longest = int(self._counts.max()) if self._crowds.size else 0
+            longest = int(self._counts.max()) if self._large.size else 0
             partials = np.empty(-(-longest // STRETCH), reduction.wide)
-            options = *reduction.flags, reduction.nothing, self._crowds, self._shares
+            options = *reduction.flags, reduction.nothing, self._large, self._shares
             loops.reduce_loop(voxels, STRETCH, *asked, *options, partials, reduced)
         if reduction.flipped:
             reduced[: voxels * columns] ^= HIGHEST_BIT
@@ -274,7 +274,7 @@ def add_sort(layout, rows, slots, planes, **more):
     tiles = -(-rows // tile_length())
     lengths = {
         "totals": stages.TOTALS_LENGTH,
-        "crowds": 1,
+        "large": 1,
         "tickets": slots + 1,
         "histogram": slots << DIGIT_BITS,
         "head_statuses": tiles,
@@ -318,7 +318,7 @@ class DeviceVoxels:
         self.layout = layout = Layout()
         add_sort(layout, capacity, slots, planes, fitting=1)
         layout.add_counters("nothings", {"bounds": stages.BOUNDS_LENGTH, "label_bounds": 2 * label_columns})
-        for name in ("crowd_voxels", "crowd_stretches"):
+        for name in ("large_voxels", "first_stretches"):
             layout.add(name, capacity // STRETCH + 1, np.int64)
         self._prepared, self._mailboxes = Kept(MOST_KEPT), []
 
@@ -346,12 +346,12 @@ class DeviceVoxels:
         read = memory["frame"], memory["order"], memory["ranks"]
         yield Launch(stages.inverse_kernel, self.capacity, THREADS, self.rows, self.slots, *read, inverse)
 
-    def reduce_launches(self, memory, reduction, crowded, values, counts, partials, reduced):
-        """The reduction of the values of all voxels; of those of more than a stretch if there may be any (`crowded`).
+    def reduce_launches(self, memory, reduction, any_large, values, counts, partials, reduced):
+        """The reduction of the values of all voxels; of those of more than a stretch if there may be any (`any_large`).
         Where it is that of the points, `counts` is filled and those voxels are listed."""
         columns, nothing = reduction.columns, reduction.nothing
         relative, largest, averaged = reduction.flags
-        crowds = memory["crowds"], memory["crowd_voxels"], memory["crowd_stretches"]
+        large = memory["large"], memory["large_voxels"], memory["first_stretches"]
         sorted_values = memory["firsts"], memory["order"], values, columns, relative, largest
         yield Launch(
             stages.reduce_voxels_kernel(STRETCH),
@@ -365,18 +365,18 @@ class DeviceVoxels:
             MOST_LANES,
             reduction.kind == "points",
             counts,
-            *crowds,
+            *large,
             reduced,
             shared_bytes=GROUP_BYTES * REDUCE_THREADS,
         )
-        if not crowded:
+        if not any_large:
             return
-        kernel = stages.crowds_kernel(types.int64 if reduction.wide is np.int64 else types.float64, STRETCH)
+        kernel = stages.stretches_kernel(types.int64 if reduction.wide is np.int64 else types.float64, STRETCH)
         blocks = min(most_stretches(self.capacity), REDUCE_BLOCKS)
-        yield Launch(kernel, blocks * CROWD_THREADS, CROWD_THREADS, *crowds, *sorted_values, nothing, partials)
+        yield Launch(kernel, blocks * STRETCH_THREADS, STRETCH_THREADS, *large, *sorted_values, nothing, partials)
         items = min((self.capacity // STRETCH + 1) * columns, REDUCE_BLOCKS * REDUCE_THREADS)
-        finish = stages.finish_crowds_kernel(STRETCH)
-        yield Launch(finish, items, REDUCE_THREADS, *crowds, *sorted_values, averaged, nothing, partials, reduced)
+        finish = stages.join_stretches_kernel(STRETCH)
+        yield Launch(finish, items, REDUCE_THREADS, *large, *sorted_values, averaged, nothing, partials, reduced)
 
     def label_bounds_launches(self, memory, labels, inverse):
         items = min(self.capacity, BOUNDS_BLOCKS * THREADS)
@@ -429,16 +429,16 @@ class DeviceVoxels:
         self._mailboxes.append(mailbox)
         return numbers[: stages.TOTALS_LENGTH], numbers[stages.TOTALS_LENGTH :]
 
-    def reduce(self, reduction, crowded, values, counts, reduced, library, memory, numbers, stream):
+    def reduce(self, reduction, any_large, values, counts, reduced, library, memory, numbers, stream):
         """Fill the flat outputs: what the values of each voxel amount to, and the counts if they are those of points."""
         arrays = [values, counts, reduced]
-        if crowded:
+        if any_large:
             arrays.append(library.empty((most_stretches(self.capacity) * reduction.columns,), reduction.wide)[1])
 
         def make(named, values, counts, reduced, partials=None):
-            return self.reduce_launches(named, reduction, crowded, values, counts, partials, reduced)
+            return self.reduce_launches(named, reduction, any_large, values, counts, partials, reduced)
 
-        self.run((reduction, crowded), make, arrays, [memory], numbers, stream)
+        self.run((reduction, any_large), make, arrays, [memory], numbers, stream)
 
     def modes(self, bounds, labels, inverse, reduced, library, memory, numbers, stream):
         """Fill the flat output with the most frequent labels of each voxel, column by column. bounds: of the labels."""
@@ -487,11 +487,11 @@ class DeviceFound:
             launches = _kept.get(key, lambda options=options: make(*options))
             memory = launches.layout.allocate(library)
             totals, bounds = launches.find(points, inverse, self._labels, memory, self._values, stream)
-            self.voxels, crowded, self.fitting, needed = totals
+            self.voxels, any_large, self.fitting, needed = totals
             if self.voxels >= 0:
                 break
             slots, planes = needed, MOST_PLANES
-        self._crowded = bool(crowded)
+        self._any_large = bool(any_large)
         self._launches, self._memory, self._bounds = launches, memory, bounds
 
     def _flipped(self, reduction, values):
@@ -509,7 +509,7 @@ class DeviceFound:
             asked = self._bounds, self._labels, self._inverse, reduced
             self._launches.modes(*asked, self._library, self._memory, self._values, self._stream)
         else:
-            asked = reduction, self._crowded, self._flipped(reduction, values), counts, reduced
+            asked = reduction, self._any_large, self._flipped(reduction, values), counts, reduced
             self._launches.reduce(*asked, self._library, self._memory, self._values, self._stream)
         if reduction.flipped:
             flip_launch(reduced, reduced).run(self._stream)
