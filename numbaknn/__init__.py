@@ -5,6 +5,7 @@ a GPU. Arrays of NumPy, CuPy, PyTorch and anything with ``__cuda_array_interface
 answered in kind.
 """
 
+from numbaknn.downsampling import Voxels, voxel_downsample
 from numbaknn.errors import NoDeviceError
 from numbaknn.graphs import knn_graph
 from numbaknn.neighbors import Balls, GridIndex, interpolate, knn
@@ -19,6 +20,7 @@ __all__ = [
     "GridIndex",
     "NoDeviceError",
     "Plan",
+    "Voxels",
     "__version__",
     "interpolate",
     "knn",
@@ -27,5 +29,6 @@ __all__ = [
     "plan",
     "row_score",
     "to_feature_major",
+    "voxel_downsample",
     "voxel_pool",
 ]

@@ -47,6 +47,76 @@ def lanes_with(condition):
 
 
 @device
+def lanes_below(lane):
+    """The lanes before this one, a bit each."""
+    return np.uint32((np.int64(1) << np.int64(lane)) - 1)
+
+
+@device
+def lanes_alike(value):
+    """The lanes of the warp that have the same value, a bit each."""
+    if WARP > 1:
+        return np.uint32(cuda.match_any_sync(EVERY_LANE, value))
+    return np.uint32(1)
+
+
+@device
+def all_lanes(condition):
+    """Whether a condition holds for all lanes of the warp."""
+    if WARP > 1:
+        return cuda.all_sync(EVERY_LANE, condition) != 0
+    return condition
+
+
+@device
+def sync_lanes():
+    """Wait until all lanes of the warp are here and see what the others have written to shared memory."""
+    if WARP > 1:
+        cuda.syncwarp()
+
+
+# A group is so many neighbouring threads, a power of two, that do the rounds of a loop together: lanes of one warp. In the
+# simulator, where a warp is a thread, the threads of a block go round together, and exchange their values through dynamic
+# shared memory, GROUP_BYTES a thread.
+
+GROUP_BYTES = 8 if SIMULATED else 0
+
+if SIMULATED:
+
+    @cuda.jit(device=True)
+    def from_group(value, lane, lanes):
+        words = cuda.shared.array(0, int64)
+        thread = cuda.threadIdx.x
+        words[thread] = value.view(np.int64)
+        cuda.syncthreads()
+        found = words[thread - thread % lanes + lane].view(value.dtype)
+        cuda.syncthreads()
+        return found
+
+    @cuda.jit(device=True)
+    def largest_together(value):
+        words = cuda.shared.array(0, int64)
+        words[cuda.threadIdx.x] = value
+        cuda.syncthreads()
+        found = words[: cuda.blockDim.x].max()
+        cuda.syncthreads()
+        return found
+
+else:
+
+    @device
+    def from_group(value, lane, lanes):
+        """The value of a thread of this one's group."""
+        own = np.int32(np.uint32(cuda.threadIdx.x) % np.uint32(WARP))
+        return cuda.shfl_sync(EVERY_LANE, value, own - own % lanes + lane)
+
+    @device
+    def largest_together(value):
+        """The largest of the values of all threads that go round together."""
+        return largest_in_warp(value)
+
+
+@device
 def largest_in_warp(value):
     """The largest value of the lanes of a warp, in all of them."""
     step = WARP // 2

@@ -171,6 +171,28 @@ def check_cell_size(cell_size):
     return check_size("cell_size", cell_size)
 
 
+def check_side(name, value):
+    """A side that all voxels have: a positive finite real number."""
+    if isinstance(value, (bool, np.bool_, list, tuple)) or getattr(value, "ndim", 0):
+        raise TypeError(
+            f"{name} must be one real number, the side of a voxel along every axis, came as {value!r} of type "
+            f"{type(value).__name__}"
+        )
+    side = _as_real(name, value)
+    if not 0 < side < math.inf:
+        raise ValueError(f"{name} must be positive and finite, came as {value!r}")
+    return side
+
+
+def check_origin(values, dimensions):
+    """One finite number an axis."""
+    if values.shape != (dimensions,):
+        raise ValueError(
+            f"origin must have one number for each of the {dimensions} axes of points, shape ({dimensions},), came with "
+            f"shape {tuple(values.shape)}"
+        )
+
+
 def check_index_dtype(index_dtype):
     """np.int64 or np.int32, also from the dtype of another library."""
     text = str(index_dtype).removeprefix("torch.") if not isinstance(index_dtype, type) else index_dtype
@@ -261,4 +283,19 @@ def bad_row(name, row, values, otherwise="such a point is nobody's neighbour and
     """The error for a row that is not finite. otherwise: what becomes of one that is not checked."""
     return ValueError(
         f"{name} must be finite, row {row} is {np.asarray(values).tolist()}; with check_finite=False {otherwise}"
+    )
+
+
+def misfit(name, row, values, side, origin):
+    """The error for a point that is in no voxel."""
+    values = np.asarray(values)
+    if not np.isfinite(values).all():
+        return ValueError(f"{name} must be finite, row {row} is {values.tolist()}")
+    with np.errstate(over="ignore"):
+        offsets = values.astype(np.float64) - origin
+        axis = int(np.argmax(np.abs(offsets)))
+        away = offsets[axis] / side
+    return ValueError(
+        f"{name} must be less than 2**63 voxels away from origin, row {row} is {values.tolist()}: "
+        f"({values[axis]} - {origin[axis]}) / {side} = {away} voxels along axis {axis}"
     )

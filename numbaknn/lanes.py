@@ -543,6 +543,42 @@ else:
         return cuda.shfl_xor_sync(-1, value, distance)
 
 
+# -- Between blocks ------------------------------------------------------------------------------------------------------
+#
+# A word of 64 bits that one block writes and others wait for. Nothing but the word itself is handed over, so no order of
+# other accesses matters; only must it really be read again every time. Kernels alone use these.
+
+
+@instruction(lambda words, n: words[n])
+def load_now(typing, words, n):
+    """An int64 in memory as it is at this moment for the whole device."""
+
+    def lower(context, builder, signature, arguments):
+        pointer = builder.gep(_address(context, builder, words, arguments[0]), [arguments[1]])
+        word = ir.IntType(64)
+        load = ir.FunctionType(word, [pointer.type])
+        return builder.asm(load, "ld.relaxed.gpu.s64 $0, [$1];", "=l,l", [pointer], side_effect=True)
+
+    return types.int64(words, types.int64), lower
+
+
+def _python_store_now(words, n, value):
+    words[n] = value
+
+
+@instruction(_python_store_now)
+def store_now(typing, words, n, value):
+    """Write an int64 to memory for the whole device to see."""
+
+    def lower(context, builder, signature, arguments):
+        pointer = builder.gep(_address(context, builder, words, arguments[0]), [arguments[1]])
+        store = ir.FunctionType(ir.VoidType(), [pointer.type, ir.IntType(64)])
+        builder.asm(store, "st.relaxed.gpu.s64 [$0], $1;", "l,l", [pointer, arguments[2]], side_effect=True)
+        return context.get_dummy_value()
+
+    return types.none(words, types.int64, types.int64), lower
+
+
 # -- Conversions and bits ------------------------------------------------------------------------------------------------
 
 

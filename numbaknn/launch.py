@@ -86,6 +86,16 @@ class Flat:
         return Flat(owner, self.address + start, size, dtype)
 
 
+class Changing:
+    """A number among the arguments of launches that may be another one in every run of their graph. `value`: an int, or
+    NumPy's float64."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
 class Launch:
     """A kernel with its grid, blocks and arguments, ready to run."""
 
@@ -119,10 +129,18 @@ class Launch:
         if self._addresses[position] != address:
             self._words[self._places[position]] = self._addresses[position] = address
 
+    def put(self, position, value):
+        """Let a number among the arguments be this one, of the same type."""
+        if SIMULATED:
+            self.arguments[position] = value
+        else:
+            self._words[self._places[position]] = _words_of(value)[0]
+
     def run(self, stream):
         """Put the launch on a stream (its handle, 0 for the default one)."""
         if SIMULATED:
-            arguments = [a.owner if isinstance(a, Flat) else a for a in self.arguments]
+            plain = (a.value if isinstance(a, Changing) else a for a in self.arguments)
+            arguments = [a.owner if isinstance(a, Flat) else a for a in plain]
             self.kernel[self.blocks, self.threads, 0, self.shared_bytes](*arguments)
             return
         grid, block = (self.blocks, 1, 1), (self.threads, 1, 1)
@@ -132,16 +150,25 @@ class Launch:
 class Graph:
     """Launches in a row, sent to the device by one call.
 
-    `changing` are the array arguments whose memory may be another one in every run: they are found among the arguments of
-    the launches, where they are the same object.
+    `changing` are the array arguments whose memory may be another one in every run, `numbers` those (`Changing`) that may
+    have another value: they are found among the arguments of the launches, where they are the same object.
     """
 
-    def __init__(self, launches, changing):
+    def __init__(self, launches, changing, numbers=()):
         self.launches = launches
-        self._places = [
-            [(n, place) for n, launch in enumerate(launches) for place, a in enumerate(launch.arguments) if a is flat]
-            for flat in changing
-        ]
+        self._places, self._number_places = (
+            [
+                [
+                    (n, place)
+                    for n, launch in enumerate(launches)
+                    for place, a in enumerate(launch.arguments)
+                    if a is one
+                ]
+                for one in some
+            ]
+            for some in (changing, numbers)
+        )
+        self._values = [number.value for number in numbers]
         if SIMULATED:
             return
         self._lock = Lock()
@@ -155,25 +182,28 @@ class Graph:
             before = [node]
         self._executable = _checked(driver.cuGraphInstantiate(self._graph, 0))
 
-    def run(self, flats, stream):
-        """Put all launches on a stream, with this memory for the changing arguments."""
+    def run(self, flats, stream, values=None):
+        """Put all launches on a stream, with this memory for the changing arguments, and these values for the numbers."""
         if not SIMULATED:
-            self.run_at([flat.address for flat in flats], stream)
+            self.run_at([flat.address for flat in flats], stream, values)
             return
         for places, flat in zip(self._places, flats):
             for number, place in places:
                 self.launches[number].point(place, flat)
+        for places, value in zip(self._number_places, values or ()):
+            for number, place in places:
+                self.launches[number].put(place, value)
         for launch in self.launches:
             launch.run(stream)
 
-    def run_at(self, addresses, stream):
+    def run_at(self, addresses, stream, values=None):
         """The same for a list of addresses, which in the simulator is empty. Runs under way keep theirs."""
         if SIMULATED:
-            self.run(addresses, stream)
+            self.run(addresses, stream, values)
             return
         with self._lock:
-            if addresses != self._addresses:
-                self._take(addresses)
+            if addresses != self._addresses or (values is not None and values != self._values):
+                self._take(addresses, self._values if values is None else values)
             if stream and is_capturing(stream):
                 # a graph can't be put into another one by launching it
                 for launch in self.launches:
@@ -181,8 +211,13 @@ class Graph:
                 return
             _put(driver.cuGraphLaunch, self._executable, stream)
 
-    def _take(self, addresses):
+    def _take(self, addresses, values):
         changed = set()
+        for places, value, before in zip(self._number_places, values, self._values):
+            if value != before:
+                for number, place in places:
+                    self.launches[number].put(place, value)
+                    changed.add(number)
         for places, address, before in zip(self._places, addresses, self._addresses):
             if address != before:
                 for number, place in places:
@@ -190,7 +225,7 @@ class Graph:
                     changed.add(number)
         for n in changed:
             _put(driver.cuGraphExecKernelNodeSetParams, self._executable, self._nodes[n], self._parameters[n])
-        self._addresses = addresses
+        self._addresses, self._values = addresses, list(values)
 
     def __del__(self):
         if not SIMULATED and getattr(self, "_executable", None) is not None:
@@ -224,6 +259,38 @@ def read(flat, stream, first=0, last=None):
         _checked(driver.cuMemcpyDtoHAsync(host.ctypes.data, address, host.nbytes, stream))
         _checked(driver.cuStreamSynchronize(stream))
     return host
+
+
+class Mailbox:
+    """Page-locked memory in which numbers from the device arrive while its work goes on."""
+
+    def __init__(self, most):
+        self._words = np.zeros(most, np.int64) if SIMULATED else page_locked(8 * most).view(np.int64)
+        if not SIMULATED:
+            self._event = _checked(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+
+    def send(self, flats, stream):
+        """Let the numbers (flat int64) in these arrays arrive, as they are when the stream gets there."""
+        self._count = 0
+        for flat in flats:
+            first, self._count = self._count, self._count + flat.size
+            if SIMULATED:
+                self._words[first : self._count] = flat.owner.copy_to_host()
+            else:
+                address = self._words.ctypes.data + 8 * first
+                _checked(driver.cuMemcpyDtoHAsync(address, flat.address, 8 * flat.size, stream))
+        if not SIMULATED:
+            _checked(driver.cuEventRecord(self._event, stream))
+
+    def wait(self):
+        """All numbers, in their order. What was put on the stream after `send` is not waited for."""
+        if not SIMULATED:
+            _checked(driver.cuEventSynchronize(self._event))
+        return self._words[: self._count].tolist()
+
+    def __del__(self):
+        if not SIMULATED and getattr(self, "_event", None) is not None:
+            driver.cuEventDestroy(self._event)
 
 
 def write(flat, host, stream):
@@ -328,6 +395,8 @@ _shared_bytes_asked = {}
 
 
 def _type_of(argument):
+    if isinstance(argument, Changing):
+        return _type_of(argument.value)
     if isinstance(argument, Flat):
         return types.Array(from_dtype(np.dtype(argument.dtype)), 1, "C")
     if isinstance(argument, bool):
@@ -339,6 +408,8 @@ def _type_of(argument):
 
 def _words_of(argument):
     """The 64-bit words that hold an argument in the block that the driver reads."""
+    if isinstance(argument, Changing):
+        return _words_of(argument.value)
     if isinstance(argument, Flat):
         itemsize = np.dtype(argument.dtype).itemsize
         return [0, 0, argument.size, itemsize, argument.address, argument.size, itemsize]

@@ -24,7 +24,8 @@ def plan(function: Callable, *arrays: Any, **options: Any) -> Plan:
     Parameters
     ----------
     function : callable
-        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score`, `numbaknn.layer_norm` or `numbaknn.voxel_pool`.
+        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score`, `numbaknn.layer_norm`, `numbaknn.voxel_pool` or
+        `numbaknn.voxel_downsample`.
     *arrays : array
         Examples of the arrays of the call: they fix shapes, dtypes, device and library. Their values don't matter.
     **options
@@ -94,7 +95,10 @@ class Plan:
         outputs = self._run(arrays)
         if not copy:
             return outputs
-        return tuple(map(self._copied, outputs)) if isinstance(outputs, tuple) else self._copied(outputs)
+        if not isinstance(outputs, tuple):
+            return self._copied(outputs)
+        copies = [None if array is None else self._copied(array) for array in outputs]
+        return type(outputs)(*copies) if hasattr(outputs, "_fields") else tuple(copies)
 
     def _run(self, arrays):
         raise NotImplementedError

@@ -14,7 +14,19 @@ from types import SimpleNamespace
 import numba.cuda.dispatcher
 from numba import cuda, types
 
-from numbaknn.kernels import balls, batches, binning, copying, crowds, interpolation, lists, neighbors, rows, voxels
+from numbaknn.kernels import (
+    balls,
+    batches,
+    binning,
+    copying,
+    crowds,
+    downsampling,
+    interpolation,
+    lists,
+    neighbors,
+    rows,
+    voxels,
+)
 from numbaknn.launch import has_device
 
 REAL = "REAL"
@@ -22,19 +34,23 @@ REAL = "REAL"
 ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y coords features "
     "pooled grid",
-    types.int32: "shape shapes starts cells ranks sums marks crowded keys keys_after order order_after",
-    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes",
+    types.int32: "shape shapes starts cells ranks sums marks crowded",
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes "
+    "inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds label_frame "
+    "best",
+    types.uint32: "words other_words words_in words_out order order_in order_out",
     types.float64: "means center",
     types.boolean: "flags",
 }
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count batch channels voxels side kind "
+    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
     "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
-    "entries first_entry level",
-    types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z",
-    types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come",
+    "entries first_entry level slot slots column most_lanes",
+    types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
+    "origin_x origin_y origin_z nothing",
+    types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
 }
 
 
@@ -59,7 +75,7 @@ class Entry:
     stores: int = 0
     fused: bool = False
     reals: tuple = (types.float32, types.float64)
-    threads: int | None = None
+    threads: int | tuple | None = None
     own: dict = field(default_factory=dict)
     calls: bool = False
     scalars: str = ""
@@ -192,7 +208,8 @@ KERNELS |= {
 
 # Pooling: by where the weights are.
 IN_POOLING = {
-    **dict.fromkeys(("counts", "totals"), types.int32),
+    **dict.fromkeys(("counts", "totals", "keys", "keys_after", "order", "order_after"), types.int32),
+    "side": types.int64,
     **dict.fromkeys(("sums", "edges"), types.float64),
 }
 
@@ -208,8 +225,8 @@ POOL_REGISTERS = {"no layer": (80, 82), "shared": (72, 82), "global": (88, 80)}
 FOLD_REGISTERS = {"no layer": (80, 80), "shared": (78, 76), "global": (80, 78)}
 KERNELS |= {
     "middle_sums_kernel": pooling(voxels.middle_sums_kernel, (32, 30)),
-    "keys_kernel": pooling(voxels.keys_kernel(256), (56, 56)),
-    "keys_kernel[64 bits]": pooling(voxels.keys_kernel(256), (56, 56), wide=True),
+    "keys_kernel[pooling]": pooling(voxels.keys_kernel(256), (56, 56)),
+    "keys_kernel[pooling, 64 bits]": pooling(voxels.keys_kernel(256), (56, 56), wide=True),
     "count_digits_kernel": pooling(voxels.count_digits_kernel, (30,)),
     "sum_digits_kernel": pooling(voxels.sum_digits_kernel, (30,)),
     "move_kernel": pooling(voxels.move_kernel(256), (38,)),
@@ -226,6 +243,41 @@ for name, layer in LAYERS.items():
     KERNELS[f"pool_kernel[{name}]"] = pooling(kernel, POOL_REGISTERS[name], loads=1, stores=2)
     kernel = voxels.fold_kernel(256, layer, True, True)
     KERNELS[f"fold_kernel[{name}]"] = pooling(kernel, FOLD_REGISTERS[name], loads=1, stores=1)
+# Voxels: a frame is an array of integers here, and so is where voxels begin.
+FRAME = {"frame": types.int64, "firsts": types.uint32}
+LABELS = {**FRAME, "labels": types.int32, "reduced": types.int32}
+VALUES = {**FRAME, "largest": types.boolean}
+FLOATS = {**VALUES, "values": types.float32, "reduced": types.float32, "partials": types.float64}
+INTEGERS = {**VALUES, "values": types.int32, "reduced": types.int64, "partials": types.int64, "nothing": types.int64}
+DIGIT_BITS, SORT_THREADS, STRETCH = 8, 512, 4096
+KERNELS |= {
+    "prepare_voxels_kernel": Entry(downsampling.prepare_voxels_kernel, (32,)),
+    "bounds_of_voxels_kernel": Entry(downsampling.bounds_of_voxels_kernel, (56, 82)),
+    "first_misfit_kernel": Entry(downsampling.first_misfit_kernel, (14, 14)),
+    "keys_kernel": Entry(downsampling.keys_kernel(DIGIT_BITS), (51, 51), own=FRAME),
+    "sort_kernel": Entry(
+        downsampling.sort_kernel(SORT_THREADS, DIGIT_BITS), (64,), own=FRAME, threads=(SORT_THREADS, 2)
+    ),
+    "sort_kernel[votes]": Entry(
+        downsampling.sort_kernel(SORT_THREADS, DIGIT_BITS, True), (64,), own=FRAME, threads=(SORT_THREADS, 2)
+    ),
+    "heads_kernel": Entry(
+        downsampling.heads_kernel(SORT_THREADS, STRETCH), (40,), own=FRAME, threads=(SORT_THREADS, 3)
+    ),
+    "inverse_kernel": Entry(downsampling.inverse_kernel, (14,), own=FRAME),
+    "flip_kernel": Entry(downsampling.flip_kernel, (12,), own={"source": types.int64, "target": types.int64}),
+    "label_bounds_kernel": Entry(downsampling.label_bounds_kernel, (32,), own=LABELS),
+    "label_keys_kernel": Entry(downsampling.label_keys_kernel(DIGIT_BITS), (47,), own=LABELS),
+    "count_labels_kernel": Entry(downsampling.count_labels_kernel, (30,), own=LABELS),
+    "write_labels_kernel": Entry(downsampling.write_labels_kernel, (40,), own=LABELS),
+    "write_length_kernel": Entry(downsampling.write_length_kernel, (8,), own={"length": types.int64}),
+}
+for kind, own, wide in (("floats", FLOATS, types.float64), ("integers", INTEGERS, types.int64)):
+    KERNELS |= {
+        f"reduce_voxels_kernel[{kind}]": Entry(downsampling.reduce_voxels_kernel(STRETCH), (56,), own=own),
+        f"stretches_kernel[{kind}]": Entry(downsampling.stretches_kernel(wide, STRETCH), (77,), own=own),
+        f"join_stretches_kernel[{kind}]": Entry(downsampling.join_stretches_kernel(STRETCH), (37,), own=own),
+    }
 
 
 def signature(entry, real):
@@ -236,7 +288,7 @@ def signature(entry, real):
     for meaning, names in SCALARS.items():
         named |= {name: real if meaning == REAL else meaning for name in names.split()}
     for name, meaning in entry.own.items():
-        plain = name not in ("fill",) and not isinstance(meaning, types.Array)
+        plain = name not in ("fill", "nothing", "largest", "side") and not isinstance(meaning, types.Array)
         named[name] = types.Array(meaning, 1, "C") if plain else meaning
     named |= dict.fromkeys(entry.scalars.split(), real)
     return tuple(named[name] for name in inspect.signature(entry.kernel.py_func).parameters)

@@ -73,6 +73,17 @@ SMALL = [
     ("numbaknn.plans.voxels", "LEAST_STRETCH", 6),
     ("numbaknn.plans.voxels", "MOST_BLOCKS", 6),
     ("numbaknn.plans.voxels", "SPREAD_CHANNELS", 4),
+    ("numbaknn.plans.downsampling", "DIGIT_BITS", 3),
+    ("numbaknn.plans.downsampling", "SORT_THREADS", 8),
+    ("numbaknn.plans.downsampling", "SLOTS", 8),
+    ("numbaknn.plans.downsampling", "THREADS", 4),
+    ("numbaknn.plans.downsampling", "BOUNDS_BLOCKS", 3),
+    ("numbaknn.plans.downsampling", "KEYS_BLOCKS", 3),
+    ("numbaknn.plans.downsampling", "MOST_LANES", 4),
+    ("numbaknn.plans.downsampling", "REDUCE_THREADS", 4),
+    ("numbaknn.plans.downsampling", "REDUCE_BLOCKS", 3),
+    ("numbaknn.plans.downsampling", "STRETCH_THREADS", 4),
+    ("numbaknn.plans.downsampling", "STRETCH", 32),
     ("numbaknn.streaming", "CHUNK_BYTES", 600),
     ("numbaknn.streaming", "SLOTS", 2),
     ("numbaknn.streaming", "PIECE_BYTES", 64),
@@ -470,3 +481,49 @@ def load_cases(path):
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
+
+
+def downsample(points, size, features=None, layout="host", features_layout="c", **options):
+    """The voxels of a cloud on the simulated device: (names of the types, values), and the same on the CPU, where sums are
+    taken in the same small stretches."""
+    import numbaknn
+
+    placed = None if features is None else _place(features, "host" if layout == "host" else features_layout)
+    target = {"target": "cuda"} if layout == "host" else {}
+    found = numbaknn.voxel_downsample(_place(points, layout), size, placed, **target, **options)
+    right = numbaknn.voxel_downsample(points, size, features, target="cpu", **options)
+    return [None if array is None else _returned(array) for array in found], tuple(right)
+
+
+def planned_downsample(draws, size, layout, features_too=False, target="cuda", **options):
+    """The rows that count of the answers of one plan, made for the first of the draws (points, features), to all of them,
+    with their lengths; and the right answers."""
+    import numbaknn
+
+    used = 2 if features_too else 1
+    placed = [[_place(array, layout) for array in draw[:used]] for draw in draws]
+    points, *features = placed[0]
+    plan = numbaknn.plan(numbaknn.voxel_downsample, points, size, *features, target=target, **options)
+    answers, right = [], []
+    for turn, (draw, arrays) in enumerate(zip(draws, placed)):
+        found = plan(*arrays, copy=bool(turn % 2))
+        points, features, counts, inverse, length = (None if a is None else _returned(a)[1].copy() for a in found)
+        (length,) = length
+        kept = max(length, 0)
+        answers.append(
+            (points[:kept], features if features is None else features[:kept], counts[:kept], inverse, length)
+        )
+        finite = np.isfinite(draw[0].astype(np.float64)).all(axis=1)
+        rest = [array[finite] for array in draw[1:used]]
+        right.append(tuple(numbaknn.voxel_downsample(draw[0][finite], size, *rest, target="cpu", **options)))
+    return answers, right, (plan.launches, plan.device_bytes)
+
+
+def set_of_downsampling(name, value):
+    """Another value for a name of plans/downsampling.py; the one before. Launches that are kept are forgotten."""
+    from numbaknn.plans import downsampling
+
+    before = getattr(downsampling, name)
+    setattr(downsampling, name, value)
+    downsampling._kept._items.clear()
+    return before

@@ -10,13 +10,13 @@ import numbaknn
 
 # Operations, and what of `knn` and `interpolate`, that this version does not have yet.
 LATER = {
-    "voxel_downsample": "downsampling is not here yet",
     "linear": "the matrix product is not here yet",
 }
 
 # A simulated case may have so many rows, points and queries together. These have more and are worth it.
 MOST_SIMULATED_ROWS = 70
 ALSO_SIMULATED = {"squared_on_request", "pool_sum", "pool_mean", "pool_max"}
+ALSO_SIMULATED |= {"mean_of_the_points", "more_cells_than_an_int32_counts", "compact_numbers"}
 
 try:
     CASES = simulator.load_cases(clouds.shared("cases", "cases.py")).CASES
@@ -64,5 +64,5 @@ def test_what_is_later_is_not_there(operation):
 def test_operations_are_known():
     """A misspelt operation would be skipped for ever."""
     here = {"knn", "interpolate", "plan", "GridIndex.query", "GridIndex.query(None)", "GridIndex.query_ball_point"}
-    here |= {"knn_graph", "row_score", "to_feature_major", "layer_norm", "voxel_pool"}
+    here |= {"knn_graph", "row_score", "to_feature_major", "layer_norm", "voxel_pool", "voxel_downsample"}
     assert {case.op for case in CASES} <= here | LATER.keys()

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -21,6 +22,7 @@ from numba import cuda
 
 import numbaknn
 from numbaknn import jit, lanes, topk
+from numbaknn.launch import has_device
 
 PACKAGE = Path(numbaknn.__file__).parent
 
@@ -39,7 +41,7 @@ def run_python(code, folder=None, **environment):
 RANKS = [
     {"__init__"},
     {"graphs"},
-    {"neighbors", "voxels", "rows", "dense", "distributed"},
+    {"neighbors", "downsampling", "voxels", "rows", "dense", "distributed"},
     {"planning"},
     {"plans.batches"},
     {"plans.balls", "plans.voxels"},
@@ -47,12 +49,12 @@ RANKS = [
     {"streaming"},
     {"arrays"},
     {"launch", "errors", "keeping", "memory"},
-    {"kernels.batches", "loops.batches"},
+    {"kernels.batches", "loops.batches", "kernels.downsampling", "loops.downsampling"},
     {"kernels.binning"},
     {"kernels.*", "loops.*"},
     {"lists"},
     {"balls"},
-    {"search", "weights", "rowwise", "batches", "pooling"},
+    {"search", "weights", "rowwise", "batches", "pooling", "keys", "runs"},
     {"crowds"},
     {"geometry", "topk", "block"},
     {"lanes"},
@@ -230,16 +232,19 @@ def test_second_process_compiles_nothing():
 import pathlib
 import numpy as np
 import numbaknn as nk
-from numbaknn.loops import binning, interpolation, neighbors, rows, voxels
+from numbaknn.loops import binning, downsampling, interpolation, neighbors, rows, voxels
 points = np.random.default_rng(0).random((50, 3))
 nk.knn(points, points, k=2, target="cpu")
 nk.interpolate(points, points, points, k=2, target="cpu")
 nk.row_score(points, *points[:3], target="cpu")
 nk.layer_norm(points, *points[:2], target="cpu")
 nk.voxel_pool(points, points, grid_size=4, target="cpu")
+nk.voxel_downsample(points, 0.3, np.arange(50), reduce="mode", target="cpu")
 functions = binning.measure_points, binning.bin_points, binning.first_bad_row, interpolation.interpolate_loop
 functions += neighbors.knn_loop, rows.row_score_loop, rows.layer_norm_loop
 functions += voxels.middles_loop, voxels.keys_loop, voxels.sort_loop, voxels.pool_loop
+functions += downsampling.frame_loop, downsampling.keys_loop, downsampling.sort_loop, downsampling.heads_loop
+functions += downsampling.reduce_loop, downsampling.modes_loop
 print(sum(sum(function.stats.cache_misses.values()) for function in functions))
 print(len(list(pathlib.Path(nk.__file__).parent.rglob("*.nbc"))))
 """
@@ -641,12 +646,46 @@ def test_capacity():
     assert [topk.capacity(k) for k in range(1, 33)] == [1, 2, 4, 4, *[8] * 4, *[16] * 8, *[32] * 16]
 
 
+def test_what_stays_apart_is_a_function_of_its_own():
+    """Also where it is called by one that is inlined, whose wish it would take over."""
+
+    @jit.device
+    def far(x):
+        lanes.stays_apart()
+        return x * 3 + 1
+
+    near = jit.device(lambda x: far(x) + 1)
+    asked = numba.njit(lambda x: near(x))
+    assert asked(2) == 8
+    (text,) = asked.inspect_llvm().values()
+    assert re.search(r"^define .*far", text, re.MULTILINE)
+    assert lanes.stays_apart.python_twin() is None
+
+
+def test_words_that_the_whole_device_sees():
+    """Kernels alone use them: their twins, and what they become."""
+    words = np.arange(4)
+    lanes.store_now.python_twin(words, 2, 9)
+    assert lanes.load_now.python_twin(words, 2) == 9
+    words_type = numba.types.Array(numba.types.int64, 1, "C")
+
+    def swap(words):
+        lanes.store_now(words, 0, lanes.load_now(words, 1))
+
+    if not has_device():
+        device = SimpleNamespace(compute_capability=(9, 0))
+        numba.cuda.dispatcher.get_current_device = lambda: device
+    ptx, _ = cuda.compile_ptx(swap, (words_type,), cc=(9, 0))
+    assert "ld.relaxed.gpu.s64" in ptx and "st.relaxed.gpu.s64" in ptx
+
+
 def test_every_instruction_is_compared():
     """A new instruction wants a test above."""
     compared = (
         "product total root bits_of order_key real_of_key as_type_of rarely store_point load_point filled insert fold "
     )
     compared += "difference clamped zeros sum_of sum_by_quads element quad_of load_vector store_vector load_spread "
-    compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes larger joined converted"
+    compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes larger joined converted stays_apart"
+    compared += " load_now store_now"
     there = {name for module in (lanes, topk) for name, value in vars(module).items() if hasattr(value, "python_twin")}
     assert there == set(compared.split())

@@ -190,3 +190,25 @@ def test_powers_of_two_scale_exactly(cloud, scale):
     if exact.all():
         np.testing.assert_array_equal(scaled[0], distances * scale)
         np.testing.assert_array_equal(scaled[1], indices)
+
+
+@SETTINGS
+@given(clouds(), st.sampled_from([1.0, 0.1, 1 / 3, 1e-3, 1e-7, 3e4, 7.0]), st.sampled_from([0.0, 0.05, -1.0, 1e6]))
+def test_voxels(cloud, size, shift):
+    """Every point is in the voxel of NumPy's floor; voxels are in order; means are within what the points span."""
+    points, _ = cloud
+    origin = np.full(points.shape[1], shift)
+    found = numbaknn.voxel_downsample(points, size, np.arange(len(points)), origin=origin, reduce="max", target="cpu")
+    voxels = np.floor((points.astype(np.float64) - origin) / size)
+    of_each = np.unique(voxels, axis=0)
+    np.testing.assert_array_equal(of_each[found.inverse], voxels)
+    assert len(of_each) == len(found.points)
+    np.testing.assert_array_equal(np.bincount(found.inverse, minlength=len(of_each)), found.counts)
+    last = np.zeros(len(of_each), np.int64)
+    np.maximum.at(last, found.inverse, np.arange(len(points)))
+    np.testing.assert_array_equal(found.features, last)
+    low, high = np.full(found.points.shape, np.inf), np.full(found.points.shape, -np.inf)
+    np.minimum.at(low, found.inverse, points.astype(np.float64))
+    np.maximum.at(high, found.inverse, points.astype(np.float64))
+    slack = 2 * np.spacing(np.maximum(np.abs(low), np.abs(high)).astype(points.dtype)).astype(np.float64)
+    assert (found.points >= low - slack).all() and (found.points <= high + slack).all()
