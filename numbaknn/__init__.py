@@ -5,6 +5,7 @@ a GPU. Arrays of NumPy, CuPy, PyTorch and anything with ``__cuda_array_interface
 answered in kind.
 """
 
+from numbaknn.dense import linear
 from numbaknn.downsampling import Voxels, voxel_downsample
 from numbaknn.errors import NoDeviceError
 from numbaknn.graphs import knn_graph
@@ -26,6 +27,7 @@ __all__ = [
     "knn",
     "knn_graph",
     "layer_norm",
+    "linear",
     "plan",
     "row_score",
     "to_feature_major",

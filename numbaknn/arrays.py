@@ -113,7 +113,7 @@ class Library:
         return array.copy()
 
     def narrowed(self, array, adopted):
-        """An array that `empty` made, in the half precision of another."""
+        """An array that `empty` made, in the half precision of another; what is too large for that is infinite."""
         with np.errstate(over="ignore"):
             return array.astype(adopted.dtype)
 

@@ -156,6 +156,20 @@ def check_size(name, value):
     return size
 
 
+def check_weight(shape, width):
+    """Rows of as many features as x has."""
+    if len(shape) != 2 or shape[1] != width:
+        raise ValueError(
+            f"weight must have shape (outputs, features) with the {width} features of x, came with shape {tuple(shape)}"
+        )
+
+
+def check_bias(shape, width):
+    """One entry an output."""
+    if tuple(shape) != (width,):
+        raise ValueError(f"bias must have one entry a row of weight, shape ({width},), came with shape {tuple(shape)}")
+
+
 def check_number(name, value):
     """A real number that is not NaN."""
     number = _as_real(name, value)

@@ -127,11 +127,12 @@ def kernel(function=None):
     """A CUDA kernel, compiled at its first launch and kept on disk for the next process.
 
     ``@kernel(threads)`` is for blocks of at most so many threads, among which the registers of a multiprocessor have to
-    be shared out. Link-time optimisation is off: the PTX that the tests read is then the PTX that runs.
+    be shared out; ``@kernel((threads, blocks))`` if so many blocks have to share it. Link-time optimisation is off: the PTX
+    that the tests read is then the PTX that runs.
     """
     if not isinstance(function, python.FunctionType):
-        threads = function
-        return lambda function: _kernel(function, {"launch_bounds": threads})
+        bounds = function
+        return lambda function: _kernel(function, {"launch_bounds": bounds})
     return _kernel(function, {})
 
 

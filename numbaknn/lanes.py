@@ -254,6 +254,55 @@ def converted(typing, vector, example):
     return wanted(vector, example), lower
 
 
+def _fused(a, b, c):
+    """a * b + c, rounded once, as NumPy can do it."""
+    with np.errstate(all="ignore"):
+        if c.dtype == np.float64:
+            # in the 64 bits of a long double, which is no more than almost always right
+            return np.float64(np.longdouble(a) * np.longdouble(b) + np.longdouble(c))
+        # The product is exact in 53 bits, and their sum is rounded to odd: what is lost then never looks like a tie to the
+        # rounding to 24 bits that follows.
+        product, c = np.float64(a) * np.float64(b), np.float64(c)
+        sum_ = product + c
+        back = sum_ - product
+        lost = (product - (sum_ - back)) + (c - back)
+        even = (sum_.view(np.int64) & 1) == 0
+        odd = np.nextafter(sum_, np.where(lost > 0, np.inf, -np.inf))
+        return np.where((lost != 0) & even & np.isfinite(sum_), odd, sum_).astype(np.float32)
+
+
+def _python_outer_added(sums, a, b):
+    return _fused(np.repeat(a, len(b)), np.tile(b, len(a)), sums)
+
+
+@instruction(_python_outer_added)
+def outer_added(typing, sums, a, b):
+    """sums + a x b: element n * len(b) + m of `sums` and the product of element n of a and element m of b, each added by
+    one fused multiply-add."""
+
+    def lower(context, builder, signature, arguments):
+        sums, down, across = (_elements(builder, vector) for vector in arguments)
+        real = sums[0].type
+        name = f"llvm.fma.f{32 if real == ir.FloatType() else 64}"
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(real, [real] * 3), name)
+        pairs = [(left, right) for left in down for right in across]
+        return _joined(builder, [builder.call(function, (*pair, sum_)) for pair, sum_ in zip(pairs, sums)])
+
+    return sums(sums, a, b), lower
+
+
+@instruction(lambda function, vector: np.array([function(element) for element in vector], vector.dtype))
+def of_each(typing, function, vector):
+    """A vector of function(element), written out; `function` is a `jit.device` function that returns what it takes."""
+    step = function.get_call_type(typing, (vector.dtype,), {})
+
+    def lower(context, builder, signature, arguments):
+        call = context.get_function(function, step)
+        return _joined(builder, [call(builder, (element,)) for element in _elements(builder, arguments[1])])
+
+    return vector(function, vector), lower
+
+
 @instruction(lambda vector, n: vector[n])
 def element(typing, vector, n):
     """Element n of a vector; n is best one that the compiler knows."""
@@ -356,6 +405,18 @@ def load_spread(typing, array, first, step, last, slots):
     return Vector(array.dtype, len(slots))(array, integer, integer, integer, slots), lower
 
 
+@instruction(_python_load)
+def load_elements(typing, array, first, slots):
+    """The elements of flat memory from `first` on, one by one: anywhere in memory."""
+
+    def lower(context, builder, signature, arguments):
+        base = builder.gep(_address(context, builder, array, arguments[0]), [arguments[1]])
+        pointers = [builder.gep(base, [ir.Constant(ir.IntType(64), n)]) for n in range(len(slots))]
+        return _joined(builder, [builder.load(pointer) for pointer in pointers])
+
+    return Vector(array.dtype, len(slots))(array, types.int64, slots), lower
+
+
 @instruction(lambda array, first, last, slots: _python_load_spread(array, first, 1, last, slots))
 def load_up_to(typing, array, first, last, slots):
     """The elements of flat memory from `first` on; zero in place of those at `last` or behind."""
@@ -380,6 +441,26 @@ def load_up_to(typing, array, first, last, slots):
         return builder.call(load, [pointer, align, within, ir.Constant(vector, None)])
 
     return Vector(array.dtype, count)(array, types.int64, types.int64, slots), lower
+
+
+def _python_store_spread(array, first, step, vector):
+    for n, value in enumerate(vector):
+        array[first + n * step] = value
+
+
+@instruction(_python_store_spread)
+def store_spread(typing, array, first, step, vector):
+    """Write a vector to flat memory at first, first + step, ..."""
+
+    def lower(context, builder, signature, arguments):
+        values, first, step, vector = arguments
+        base = _address(context, builder, array, values)
+        for n, element in enumerate(_elements(builder, vector)):
+            place = builder.add(first, builder.mul(step, ir.Constant(step.type, n)))
+            builder.store(element, builder.gep(base, [place]))
+        return context.get_dummy_value()
+
+    return types.none(array, types.int64, types.int64, vector), lower
 
 
 # A row that one group of threads holds: each thread has the quads at first, first + step, ... of it, one after the other
@@ -734,6 +815,20 @@ def fold(typing, function, state, items, others):
         return value
 
     return state(function, state, items, others), lower
+
+
+@instruction(lambda function, items, others: tuple(function(item, others) for item in items))
+def mapped(typing, function, items, others):
+    """The tuple of function(item, others) for every item of a tuple, written out as `fold` is."""
+    step = function.get_call_type(typing, (items.dtype, others), {})
+
+    def lower(context, builder, signature, arguments):
+        _, packed, rest = arguments
+        call = context.get_function(function, step)
+        results = [call(builder, (item, rest)) for item in cgutils.unpack_tuple(builder, packed, len(items))]
+        return context.make_tuple(builder, signature.return_type, results)
+
+    return types.UniTuple(step.return_type, len(items))(function, items, others), lower
 
 
 # -- Packed points ---------------------------------------------------------------------------------------------------

@@ -52,6 +52,17 @@ def free_device_bytes():
     return None if SIMULATED else int(_checked(driver.cuMemGetInfo())[0])
 
 
+def multiprocessors():
+    """How many multiprocessors the current device has; one in the simulator."""
+    return 1 if SIMULATED else _multiprocessors_of(cuda.get_current_device().id)
+
+
+@cache
+def _multiprocessors_of(device):
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    return int(_checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(device)))))
+
+
 class Flat:
     """Packed one-dimensional device memory, as kernels take it.
 

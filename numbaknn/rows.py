@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import cache
 from math import prod
 from typing import Any
@@ -10,20 +9,11 @@ from typing import Any
 import numpy as np
 
 from numbaknn import errors
-from numbaknn.arrays import NumbaDevice, Target, adopt, chosen_target, hand_back, working_dtype
+from numbaknn.arrays import NumbaDevice, Target, adopt, chosen_target, hand_back
 from numbaknn.launch import read, write
-from numbaknn.planning import Plan, check_like, plannable
-from numbaknn.plans.rows import (
-    DeviceRows,
-    Memory,
-    Norm,
-    Score,
-    run_on_device,
-    run_on_host,
-    run_through_device,
-    turn_on_device,
-    turn_on_host,
-)
+from numbaknn.planning import plannable
+from numbaknn.plans.rows import Norm, Score, turn_on_device, turn_on_host
+from numbaknn.tables import TableCall, TablePlan, adopt_parameter, adopt_table, memory_of, packed
 
 PARAMETERS_OF_SCORE = "mean", "inv_std", "weight"
 PARAMETERS_OF_NORM = "weight", "bias"
@@ -174,14 +164,14 @@ def to_feature_major(x: Any, *, target: Target = "auto") -> Any:
     >>> nk.to_feature_major(np.ones((3, 2))).flags.f_contiguous
     True
     """
-    x = _adopt_table("x", x)
+    x = adopt_table("x", x)
     on_device = chosen_target(target, x) == "cuda" and (x.on_device or target == "cuda")
     count, width = x.shape
-    memory = _memory(x, x.dtype)
+    memory = memory_of(x, x.dtype)
     # CuPy and PyTorch make arrays in Fortran order as views
     if memory is not None and memory.by_columns and (memory.stride == count or width == 1):
         return hand_back(x.library, x.array)
-    memory = memory if memory is not None and not memory.by_columns else _packed(x, _dtype_of_copies(x), width)
+    memory = memory if memory is not None and not memory.by_columns else packed(x, _dtype_of_copies(x), width)
     turned, flat = x.library.empty_columns(x.shape, _dtype_of_copies(x))
     if count and width:
         if not on_device:
@@ -198,60 +188,6 @@ def to_feature_major(x: Any, *, target: Target = "auto") -> Any:
     return hand_back(x.library, turned)
 
 
-# -- Tables and their memory ---------------------------------------------------------------------------------------------
-
-
-def _adopt_table(name, array):
-    adopted = adopt(name, array)
-    errors.check_table(name, adopted.shape)
-    errors.check_real(name, adopted.dtype)
-    return adopted
-
-
-def _adopt_parameter(name, array, x, width):
-    adopted = adopt(name, array)
-    errors.check_real(name, adopted.dtype)
-    errors.check_features(name, adopted.shape, width)
-    if adopted.library.device != x.library.device:
-        raise ValueError(
-            f"{name} must be on the same device as x, came on {adopted.library.word} with x on {x.library.word}"
-        )
-    return adopted
-
-
-def _lies_by_columns(shape, strides):
-    """Whether a matrix is in Fortran order (True), in C order (False) or in neither (None); gaps are allowed."""
-    (rows, width), (row_stride, column_stride) = shape, strides
-    by_rows = (column_stride == 1 or width == 1) and (row_stride >= 0 or rows == 1)
-    by_columns = (row_stride == 1 or rows == 1) and (column_stride >= 0 or width == 1)
-    if by_rows and by_columns:
-        return width == 1 and row_stride == 1
-    return by_columns if by_rows or by_columns else None
-
-
-def _memory(x, dtype):
-    """A table as it lies, to be computed with in `dtype`; None where it has to be packed."""
-    half = x.dtype == np.float16 and dtype == np.float32
-    if (x.dtype != dtype and not half) or x.strides is None:
-        return None
-    by_columns = _lies_by_columns(x.shape, x.strides)
-    if by_columns is None:
-        return None
-    lines, length = x.shape[::-1] if by_columns else x.shape
-    stride = x.strides[1 if by_columns else 0] if lines > 1 else length
-    flat = x.span((lines - 1) * stride + length if lines and length else 0)
-    return Memory(_bits_of_halves(flat) if half else flat, by_columns, stride)
-
-
-def _packed(x, dtype, width):
-    return Memory(x.flat(dtype), False, width)
-
-
-def _bits_of_halves(flat):
-    """Half precision numbers as the kernels and loops take them."""
-    return flat.view(np.int16) if isinstance(flat, np.ndarray) else flat.viewed(np.int16)
-
-
 def _dtype_of_copies(x):
     # a bfloat16, which NumPy doesn't have, is copied as the float32 that holds it
     return np.dtype(np.float32) if x.dtype == np.float16 and x.strides is None else x.dtype
@@ -262,85 +198,15 @@ def _uploader():
     return NumbaDevice()
 
 
-@contextlib.contextmanager
-def _progress(wanted, rows):
-    """A function that is told of rows that are done, or None."""
-    if not wanted:
-        yield None
-        return
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        raise ImportError(
-            "progress=True needs tqdm, which is not installed: python -m pip install 'numbaknn[progress]'"
-        ) from None
-    with tqdm(total=rows, unit="rows", unit_scale=True) as bar:
-        yield bar.update
-
-
 # -- Calls ---------------------------------------------------------------------------------------------------------------
 
 
-class _Call:
-    """An operation on a table, checked and adopted: what is left to do is to run it, once or as a plan."""
-
-    def __init__(self, x, parameters, progress, target):
-        self.x, self.parameters = x, parameters
-        self.target = chosen_target(target, x)
-        self.progress = errors.check_flag("progress", progress)
-        self.dtype = working_dtype(x.dtype, *(parameter.dtype for parameter in parameters))
-
-    @property
-    def inputs(self):
-        return self.x, *self.parameters
-
-    def empty_outputs(self):
-        """Pairs (array, its flat memory)."""
-        return [self.x.library.empty(shape, dtype) for shape, dtype in self.operation.outputs()]
-
-    def memory(self, x):
-        """The table as it lies, or packed."""
-        memory = _memory(x, self.dtype) if len(x.shape) == 2 else None
-        if memory is None or (memory.by_columns and not self.operation.takes_columns):
-            return _packed(x, self.dtype, self.operation.width)
-        return memory
-
-    def run(self):
-        outputs = self.empty_outputs()
-        self.fill(self.inputs, [flat for _, flat in outputs])
-        return self.finished([array for array, _ in outputs])
-
-    def fill(self, inputs, flats):
-        """Run the operation on these inputs."""
-        x, parameters = inputs[0], [parameter.flat(self.dtype) for parameter in inputs[1:]]
-        if not all(flat.size for flat in flats):
-            return
-        if x.on_device:
-            run_on_device(self.operation, self.memory(x), parameters, flats, x.library, x.library.stream())
-            return
-        with _progress(self.progress, self.operation.count) as advance:
-            if self.target == "cpu":
-                run_on_host(self.operation, self.memory(x), parameters, flats, advance)
-                return
-            array = x.as_numpy().reshape(self.operation.count, self.operation.width)
-            half = array.dtype == np.float16 and self.dtype == np.float32 and array.dtype.isnative
-            array = array.view(np.int16) if half else array
-            strides = [stride / array.itemsize for stride in array.strides]
-            by_columns = self.operation.takes_columns and bool(_lies_by_columns(array.shape, strides))
-            dtype = array.dtype if half else self.dtype
-            told = () if advance is None else (advance,)
-            run_through_device(self.operation, array, by_columns, dtype, parameters, flats, *told)
-
-    def finished(self, arrays):
-        return tuple(hand_back(self.x.library, array) for array in arrays)
-
-
-class _Scoring(_Call):
+class _Scoring(TableCall):
     def __init__(self, x, mean, inv_std, weight, clip=5.0, threshold=0.0, out=None, progress=False, target="auto"):
-        x = _adopt_table("x", x)
+        x = adopt_table("x", x)
         count, width = x.shape
         named = zip(PARAMETERS_OF_SCORE, (mean, inv_std, weight))
-        super().__init__(x, [_adopt_parameter(name, array, x, width) for name, array in named], progress, target)
+        super().__init__(x, [adopt_parameter(name, array, x, width) for name, array in named], progress, target)
         clip, threshold = errors.check_length("clip", clip), errors.check_number("threshold", threshold)
         self.operation = Score(count, width, self.dtype, clip, threshold)
         self._out = None if out is None else self._adopt_out(out)
@@ -372,7 +238,7 @@ class _Scoring(_Call):
         return tuple(arrays) if self._out else super().finished(arrays)
 
 
-class _Normalising(_Call):
+class _Normalising(TableCall):
     def __init__(self, x, weight, bias, eps=1e-5, progress=False, target="auto"):
         x = adopt("x", x)
         if not x.shape:
@@ -380,7 +246,7 @@ class _Normalising(_Call):
         errors.check_real("x", x.dtype)
         width = x.shape[-1]
         named = zip(PARAMETERS_OF_NORM, (weight, bias))
-        super().__init__(x, [_adopt_parameter(name, array, x, width) for name, array in named], progress, target)
+        super().__init__(x, [adopt_parameter(name, array, x, width) for name, array in named], progress, target)
         self.operation = Norm(prod(x.shape[:-1]), width, self.dtype, errors.check_length("eps", eps))
 
     def empty_outputs(self):
@@ -388,53 +254,15 @@ class _Normalising(_Call):
 
     def finished(self, arrays):
         (y,) = arrays
-        half = self.x.dtype == np.float16 and self.dtype == np.float32
-        return hand_back(self.x.library, self.x.library.narrowed(y, self.x) if half else y)
-
-
-# -- Plans ---------------------------------------------------------------------------------------------------------------
-
-
-class _RowsPlan(Plan):
-    """A plan of a call on a table."""
-
-    def __init__(self, call):
-        self._call = call
-        self._examples = call.inputs
-        self._library = call.x.library
-        self._outputs = call.empty_outputs()
-        flats = [flat for _, flat in self._outputs]
-        self._device = (
-            DeviceRows(call.operation, flats) if call.x.on_device and all(flat.size for flat in flats) else None
-        )
-        self.launches = 0 if self._device is None else 1
-
-    def _run(self, arrays):
-        examples = self._examples
-        if len(arrays) != len(examples):
-            names = ", ".join(example.name for example in examples)
-            raise TypeError(f"the plan takes {len(examples)} arrays ({names}), came with {len(arrays)}")
-        adopted = [adopt(example.name, array) for example, array in zip(examples, arrays)]
-        for now, example in zip(adopted, examples):
-            check_like(now, example)
-        if self._device is None:
-            self._call.fill(adopted, [flat for _, flat in self._outputs])
-        else:
-            x, *parameters = adopted
-            flats = [parameter.flat(self._call.dtype) for parameter in parameters]
-            self._device.run(self._call.memory(x), flats, self._library.stream())
-        return self._call.finished([array for array, _ in self._outputs])
-
-    def _copied(self, array):
-        return self._library.copied(array)
+        return self.finished_as_x(y)
 
 
 def _plan_row_score(_, x, mean, inv_std, weight, *, clip=5.0, threshold=0.0, target="auto"):
-    return _RowsPlan(_Scoring(x, mean, inv_std, weight, clip, threshold, target=target))
+    return TablePlan(_Scoring(x, mean, inv_std, weight, clip, threshold, target=target))
 
 
 def _plan_layer_norm(_, x, weight, bias, eps=1e-5, *, target="auto"):
-    return _RowsPlan(_Normalising(x, weight, bias, eps, target=target))
+    return TablePlan(_Normalising(x, weight, bias, eps, target=target))
 
 
 plannable(row_score, _plan_row_score)

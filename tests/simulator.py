@@ -84,6 +84,7 @@ SMALL = [
     ("numbaknn.plans.downsampling", "REDUCE_BLOCKS", 3),
     ("numbaknn.plans.downsampling", "STRETCH_THREADS", 4),
     ("numbaknn.plans.downsampling", "STRETCH", 32),
+    ("numbaknn.plans.dense", "tile_for", lambda *shape: sys.modules["numbaknn.kernels.dense"].Tile(16, 32, 8, 1, 1, 1)),
     ("numbaknn.streaming", "CHUNK_BYTES", 600),
     ("numbaknn.streaming", "SLOTS", 2),
     ("numbaknn.streaming", "PIECE_BYTES", 64),
@@ -325,6 +326,22 @@ def rows_on_device(name, arrays, layout="c", **options):
     placed = [_place(x, layout), *(_place(parameter, "c") for parameter in parameters)]
     found = getattr(numbaknn, name)(*placed, **options)
     return [_returned(array) for array in (found if isinstance(found, tuple) else [found])]
+
+
+def product_in_tiles(x, weight, tile):
+    """x times weight, turned, with blocks of this tile."""
+    from numba import cuda
+
+    from numbaknn.arrays import NumbaDevice
+    from numbaknn.kernels.dense import Tile
+    from numbaknn.plans.dense import Memory, Product
+
+    (rows, depth), columns = x.shape, len(weight)
+    operation = Product(rows, depth, columns, x.dtype, False, False, Tile(*tile))
+    y = cuda.device_array(rows * columns, x.dtype)
+    flats = [NumbaDevice().flat(array, x.dtype) for array in (cuda.to_device(x), cuda.to_device(weight), y)]
+    operation.launch(Memory(flats[0], False, depth), rows, [flats[1], flats[1]], [flats[2]]).run(0)
+    return y.copy_to_host().reshape(rows, columns)
 
 
 def strides_on_device(x, layout):

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -42,9 +43,10 @@ RANKS = [
     {"__init__"},
     {"graphs"},
     {"neighbors", "downsampling", "voxels", "rows", "dense", "distributed"},
+    {"tables"},
     {"planning"},
     {"plans.batches"},
-    {"plans.balls", "plans.voxels"},
+    {"plans.balls", "plans.voxels", "plans.dense"},
     {"plans.*"},
     {"streaming"},
     {"arrays"},
@@ -54,7 +56,7 @@ RANKS = [
     {"kernels.*", "loops.*"},
     {"lists"},
     {"balls"},
-    {"search", "weights", "rowwise", "batches", "pooling", "keys", "runs"},
+    {"search", "weights", "rowwise", "batches", "pooling", "keys", "runs", "activations"},
     {"crowds"},
     {"geometry", "topk", "block"},
     {"lanes"},
@@ -232,12 +234,13 @@ def test_second_process_compiles_nothing():
 import pathlib
 import numpy as np
 import numbaknn as nk
-from numbaknn.loops import binning, downsampling, interpolation, neighbors, rows, voxels
+from numbaknn.loops import binning, dense, downsampling, interpolation, neighbors, rows, voxels
 points = np.random.default_rng(0).random((50, 3))
 nk.knn(points, points, k=2, target="cpu")
 nk.interpolate(points, points, points, k=2, target="cpu")
 nk.row_score(points, *points[:3], target="cpu")
 nk.layer_norm(points, *points[:2], target="cpu")
+nk.linear(points, points, points[:, 0], activation="gelu", target="cpu")
 nk.voxel_pool(points, points, grid_size=4, target="cpu")
 nk.voxel_downsample(points, 0.3, np.arange(50), reduce="mode", target="cpu")
 functions = binning.measure_points, binning.bin_points, binning.first_bad_row, interpolation.interpolate_loop
@@ -245,6 +248,7 @@ functions += neighbors.knn_loop, rows.row_score_loop, rows.layer_norm_loop
 functions += voxels.middles_loop, voxels.keys_loop, voxels.sort_loop, voxels.pool_loop
 functions += downsampling.frame_loop, downsampling.keys_loop, downsampling.sort_loop, downsampling.heads_loop
 functions += downsampling.reduce_loop, downsampling.modes_loop
+functions += (dense.finish_loop,)
 print(sum(sum(function.stats.cache_misses.values()) for function in functions))
 print(len(list(pathlib.Path(nk.__file__).parent.rglob("*.nbc"))))
 """
@@ -437,9 +441,11 @@ def test_vectors_in_memory(last, dtype, rng):
         lanes.store_vector(out, 48, quads)
         lanes.store_vector(out, 64, lanes.kept(quads, 2, 6, last - first))
         lanes.store_vector(out, 80, lanes.load_quads(values, first, 4, 8, last // 4 * 4 - first, slots))
+        lanes.store_vector(out, 96, lanes.load_elements(values, first + 1, slots))
+        lanes.store_spread(out, 112, 2, lanes.load_vector(values, first, slots))
 
     first = 8
-    out = np.empty(96, dtype)
+    out = np.zeros(144, dtype)
     load(values, first, last, out)
     quads = lanes.load_quads_up_to.python_twin(values, first, 2, 6, last - first, slots)
     right = [
@@ -449,10 +455,16 @@ def test_vectors_in_memory(last, dtype, rng):
         quads,
         lanes.kept.python_twin(quads, 2, 6, last - first),
         lanes.load_quads.python_twin(values, first, 4, 8, last // 4 * 4 - first, slots),
+        lanes.load_elements.python_twin(values, first + 1, slots),
+        np.zeros(32, dtype),
     ]
+    lanes.store_spread.python_twin(right[-1], 0, 2, values[first : first + 16])
     np.testing.assert_array_equal(out, np.concatenate(right), strict=True)
     # and the twins against slices
     np.testing.assert_array_equal(right[0], values[first : first + 16])
+    np.testing.assert_array_equal(right[6], values[first + 1 : first + 17])
+    np.testing.assert_array_equal(right[7][0::2], values[first : first + 16])
+    assert not right[7][1::2].any()
     padded = np.concatenate([values[:last], np.zeros(100, dtype)])
     np.testing.assert_array_equal(right[1], padded[first : first + 16])
     np.testing.assert_array_equal(right[2], padded[first : first + 48 : 3])
@@ -642,6 +654,80 @@ def test_folds(rng):
     assert lanes.fold.python_twin(after.py_func, 1000, items, (3,)) == right
 
 
+@pytest.mark.parametrize("real", REALS)
+def test_outer_products(real, rng):
+    """One rounding a step; in double precision NumPy has no more than almost that."""
+    values = rng.permutation(patterns(rng, real))[:600]
+    down, across, both = (0,) * 4, (0,) * 8, (0,) * 32
+
+    @numba.njit
+    def add(values, sums):
+        for n in range(sums.size // 32):
+            a, b = lanes.load_vector(values, 7 * n, down), lanes.load_vector(values, 5 * n, across)
+            lanes.store_vector(sums, 32 * n, lanes.outer_added(lanes.load_vector(sums, 32 * n, both), a, b))
+
+    before = (rng.normal(size=32 * 80) * 10.0 ** rng.integers(-20, 20, 32 * 80)).astype(real)
+    after = before.copy()
+    add(values, after)
+    for n, (found, sums) in enumerate(zip(after.reshape(80, 32), before.reshape(80, 32))):
+        a, b = values[7 * n : 7 * n + 4], values[5 * n : 5 * n + 8]
+        twin = lanes.outer_added.python_twin(sums, a, b)
+        if real == np.float32:
+            same_bits(found, twin)
+        else:
+            np.testing.assert_allclose(found, twin, rtol=1e-15)
+
+
+def rounded(exact, real=np.float32):
+    """A fraction as the real nearest to it, the even one of two."""
+    guess = real(float(exact))
+    near = [np.nextafter(guess, real(-np.inf)), guess, np.nextafter(guess, real(np.inf))]
+    return min(near, key=lambda value: (abs(Fraction(float(value)) - exact), int(value.view(np.int32)) & 1))
+
+
+def test_a_fused_product_and_sum_is_rounded_once(rng):
+    """The twin against fractions; sums that nearly cancel and sums half-way between two reals are among them."""
+    count = 3000
+    a, b, c = ((rng.normal(size=count) * 2.0 ** rng.integers(-12, 12, count)).astype(np.float32) for _ in range(3))
+    c[: count // 3] = -(a * b)[: count // 3]
+    third = slice(count // 3, 2 * count // 3)
+    a[third], b[third] = 1 + 2.0**-12, 1 + 2.0**-12
+    c[third] = rng.integers(1, 2**24, count // 3).astype(np.float32) * np.float32(2.0**-22)
+    found = lanes._fused(a, b, c)
+    for have, *terms in zip(found, a, b, c):
+        x, y, z = (Fraction(float(term)) for term in terms)
+        assert have == rounded(x * y + z)
+
+
+@jit.device
+def squared(value):
+    return value * value
+
+
+@jit.device
+def after_item(item, others):
+    return item * others[0] + 1
+
+
+def test_functions_of_each(rng):
+    values, items = rng.normal(size=8), tuple(int(item) for item in rng.integers(100, size=5))
+
+    @numba.njit
+    def each(values, out):
+        lanes.store_vector(out, 0, lanes.of_each(squared, lanes.load_vector(values, 0, (0,) * 8)))
+
+    @numba.njit
+    def mapped(items, others):
+        return lanes.mapped(after_item, items, others)
+
+    out = np.empty_like(values)
+    each(values, out)
+    same_bits(out, values * values)
+    same_bits(lanes.of_each.python_twin(squared.py_func, values), values * values)
+    right = tuple(3 * item + 1 for item in items)
+    assert mapped(items, (3,)) == lanes.mapped.python_twin(after_item.py_func, items, (3,)) == right
+
+
 def test_capacity():
     assert [topk.capacity(k) for k in range(1, 33)] == [1, 2, 4, 4, *[8] * 4, *[16] * 8, *[32] * 16]
 
@@ -687,5 +773,11 @@ def test_every_instruction_is_compared():
     compared += "difference clamped zeros sum_of sum_by_quads element quad_of load_vector store_vector load_spread "
     compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes larger joined converted stays_apart"
     compared += " load_now store_now"
+
+
+    compared += (
+        "load_up_to load_quads load_quads_up_to kept real_of copy_bytes outer_added of_each mapped load_elements "
+    )
+    compared += "store_spread"
     there = {name for module in (lanes, topk) for name, value in vars(module).items() if hasattr(value, "python_twin")}
     assert there == set(compared.split())

@@ -204,15 +204,15 @@ _lock = Lock()
 
 def variant(operation, memory, flats):
     """What chooses the kernel for this memory: launches of one variant differ in addresses alone."""
-    aligned = is_aligned(memory.flat, *flats)
     return (
         operation.key,
         operation.count,
         memory.by_columns,
         memory.stride,
-        memory.flat.dtype,
         memory.flat.size,
-        aligned,
+        memory.flat.dtype,
+        *[flat.dtype for flat in flats],
+        is_aligned(memory.flat, *flats),
     )
 
 
