@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numba.cuda.dispatcher
+import numpy as np
 from numba import cuda, types
 
 from numbaknn.kernels import (
@@ -20,6 +21,7 @@ from numbaknn.kernels import (
     binning,
     copying,
     crowds,
+    dense,
     downsampling,
     interpolation,
     lists,
@@ -28,6 +30,7 @@ from numbaknn.kernels import (
     voxels,
 )
 from numbaknn.launch import has_device
+from numbaknn.plans.dense import TILES
 
 REAL = "REAL"
 
@@ -45,7 +48,7 @@ ARRAYS = {
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
+    "mantissa room stride depth clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
     "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
     "entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
@@ -64,9 +67,9 @@ class Entry:
 
     registers: as measured for sm_90 in float32 and in float64; MARGIN more are let pass. loads, stores: at least so many
     128-bit loads and stores. fused: whether products and sums of reals may be fused. reals: the types that it is compiled
-    for. threads: the size of its blocks, if that is compiled in. own: see above. scalars:
-    names of arguments that are a REAL scalar in this kernel alone. calls: whether it may call functions, for which it saves
-    registers in memory.
+    for. threads: the size of its blocks, if that is compiled in, or that and how many share a multiprocessor. own: see
+    above. scalars: names of arguments that are a REAL scalar in this kernel alone. calls: whether it may call functions, for
+    which it saves registers in memory. tile: of a matrix product.
     """
 
     kernel: object
@@ -79,6 +82,7 @@ class Entry:
     own: dict = field(default_factory=dict)
     calls: bool = False
     scalars: str = ""
+    tile: object = None
 
 
 def strided(dtype, axes=2):
@@ -278,6 +282,31 @@ for kind, own, wide in (("floats", FLOATS, types.float64), ("integers", INTEGERS
         f"stretches_kernel[{kind}]": Entry(downsampling.stretches_kernel(wide, STRETCH), (77,), own=own),
         f"join_stretches_kernel[{kind}]": Entry(downsampling.join_stretches_kernel(STRETCH), (37,), own=own),
     }
+
+
+# The matrix product, by tiles; what is unaligned is read element by element.
+PRODUCT_REGISTERS = {types.float32: (161, 95, 89), types.float64: (152, 122)}
+
+
+def product(tile, registers, real=types.float32, whole=True, biased=True, activated=False, **options):
+    kernel = dense.linear_kernel(tile, whole, whole, biased, activated)
+    quads = (tile.rows + tile.columns) * tile.depth // (4 * tile.threads)  # of both operands, a thread and step
+    loads, stores = (quads, 4 * tile.row_quads * tile.column_quads) if whole else (0, 0)
+    bounds = tile.threads, tile.blocks
+    return Entry(kernel, (registers,), loads, stores, True, (real,), bounds, tile=tile, **options)
+
+
+for real, measured in PRODUCT_REGISTERS.items():
+    for registers, (tile, _) in zip(measured, TILES[np.dtype(str(real))], strict=True):
+        KERNELS[f"linear_kernel[{tile.rows} x {tile.columns}, {real}]"] = product(tile, registers, real)
+tile = TILES[np.dtype(np.float32)][0][0]
+KERNELS |= {
+    "linear_kernel[gelu]": product(tile, 161, activated=True),
+    "linear_kernel[no bias]": product(tile, 161, biased=False),
+    "linear_kernel[unaligned]": product(tile, 161, whole=False),
+    "linear_kernel[halves]": product(tile, 161, own={"x": types.int16, "weight": types.int16}),
+}
+KERNELS["linear_kernel[halves]"].loads = 0  # of 64 bits
 
 
 def signature(entry, real):
