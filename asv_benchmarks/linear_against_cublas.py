@@ -34,7 +34,8 @@ from numbaknn.plans import dense as plans
 from numbaknn.plans.rows import Memory
 
 GOALS = (1024, 1024, 1024), (4096, 768, 768)
-MORE = (512, 512, 512), (256, 768, 768), (4096, 768, 3072), (4096, 4096, 4096), (4096, 771, 768)
+MORE = (512, 512, 512), (4096, 768, 3072), (4096, 4096, 4096), (4096, 771, 768)
+FEW = (256, 768, 768), (16, 768, 768), (16, 4096, 4096)
 SETS = 4
 
 TILES = [
@@ -52,6 +53,15 @@ TILES = [
     Tile(64, 64, 16, 2, 2, 6),
     Tile(64, 32, 16, 2, 1, 8),
     Tile(32, 32, 16, 1, 1, 8),
+]
+FEW_TILES = [
+    Tile(32, 32, 16, 1, 1, 8),
+    Tile(32, 32, 32, 1, 1, 8),
+    Tile(32, 32, 64, 1, 1, 4),
+    Tile(16, 32, 32, 1, 1, 8),
+    Tile(16, 32, 64, 1, 1, 4),
+    Tile(16, 64, 32, 1, 1, 4),
+    Tile(16, 64, 64, 1, 1, 2),
 ]
 DOUBLE_TILES = [
     Tile(64, 64, 8, 2, 1, 3),
@@ -247,7 +257,7 @@ def main():
     page.say(f"microseconds: median (quartiles); {REPEATS} calls, {REPLAYS} times; no TF32")
     tiles = [] if arguments.no_sweep else TILES
     page.title("Right first")
-    check(page, tiles or [tile for tile, _ in plans.TILES[np.dtype(np.float32)]], np.float32)
+    check(page, tiles + FEW_TILES if tiles else [tile for tile, _ in plans.TILES[np.dtype(np.float32)]], np.float32)
     for shape in GOALS:
         measure(page, torch, shape, tiles)
     measure_layer(page, torch, GOALS[1])
@@ -267,10 +277,10 @@ def main():
                 check=False,
             )
         page.say((said.stdout or said.stderr[-600:]).rstrip())
-    few = [TILES[0], TILES[8]] if tiles else []
-    for shape in MORE:
-        if not late():
-            measure(page, torch, shape, [*few, TILES[13]] if tiles and shape[0] < 1000 else few)
+    for shapes, some in ((FEW, [TILES[8], *FEW_TILES]), (MORE, [TILES[0], TILES[8]])):
+        for shape in shapes:
+            if not late():
+                measure(page, torch, shape, some if tiles else [])
     if not late():
         tiles = DOUBLE_TILES if tiles else [tile for tile, _ in plans.TILES[np.dtype(np.float64)]]
         check(page, tiles, np.float64)
