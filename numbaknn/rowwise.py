@@ -172,28 +172,44 @@ def columns_of_stretch(width, stretch, stretches):
     return width // step * OF_A_WARP + max(0, min(OF_A_WARP, rest))
 
 
-@device
-def mean_of(sum_, count):
-    return sum_ / as_type_of(count, sum_)
+# A division takes a GPU as long as a dozen sums. Means are products with one over the number of columns, which is worked out
+# while the row is on its way.
 
 
 @device
-def squares_about(mean, squares, sum_, count):
+def one_over(count, like):
+    return as_type_of(1, like) / as_type_of(count, like)
+
+
+@device
+def mean_of(sum_, share):
+    """share: one over the number of what was summed."""
+    return product(sum_, share)
+
+
+@device
+def squares_about(mean, squares, sum_, count, share):
     """The squares of a stretch about the mean of its row, from those about its own, its sum, its number of columns."""
-    off = difference(mean_of(sum_, count), mean)
+    off = difference(mean_of(sum_, share), mean)
     return total(squares, product(product(off, off), as_type_of(count, off)))
 
 
 @device
-def scale_of(squares, width, eps):
+def scale_of(squares, share, eps):
     """One over the deviation."""
-    return as_type_of(1, squares) / root(total(mean_of(squares, width), eps))
+    return as_type_of(1, squares) / root(total(mean_of(squares, share), eps))
 
 
 @device
-def normalised(deviation, mean, scale, weight, bias):
-    """The result of one column, from its deviation off the shift."""
-    return total(product(product(difference(deviation, mean), scale), weight), bias)
+def scaled(about, scale, weight, bias):
+    """The result of one column, from its deviation off the mean."""
+    return total(product(product(about, scale), weight), bias)
+
+
+@device
+def normalised(off, mean, scale, weight, bias):
+    """The same from its deviation off the shift."""
+    return scaled(difference(off, mean), scale, weight, bias)
 
 
 @device

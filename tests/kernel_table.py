@@ -201,10 +201,14 @@ KERNELS |= {
     "feature_score_kernel[8]": Entry(rows.feature_major_kernel(8, 1, True), (80, 128), loads=28),
     "feature_score_kernel[8 x 8 unaligned]": Entry(rows.feature_major_kernel(8, 8, False), (80, 132)),
     "layer_norm_kernel[32 x 4]": Entry(
-        rows.layer_norm_kernel(32, 4, True), (48, 78), loads=12, stores=4, scalars="eps"
+        rows.layer_norm_kernel(32, 4, True, False, 1, False), (48, 78), loads=12, stores=4, scalars="eps"
     ),
-    "layer_norm_kernel[64 x 3]": Entry(rows.layer_norm_kernel(64, 3, True), (48, 65), loads=9, stores=3, scalars="eps"),
-    "layer_norm_kernel[64 x 3 unaligned]": Entry(rows.layer_norm_kernel(64, 3, False), (46, 65), scalars="eps"),
+    "layer_norm_kernel[64 x 3]": Entry(
+        rows.layer_norm_kernel(64, 3, True, True, 1, False), (40, 65), loads=9, stores=3, scalars="eps"
+    ),
+    "layer_norm_kernel[64 x 3 unaligned]": Entry(
+        rows.layer_norm_kernel(64, 3, False, False, 1, False), (46, 65), scalars="eps"
+    ),
     "wide_layer_norm_kernel": Entry(rows.wide_layer_norm_kernel(512, True), (42, 52), loads=5, stores=1, scalars="eps"),
     "transpose_kernel": Entry(rows.transpose_kernel(True), (48,), loads=4, stores=1, own=WORDS),
     "transpose_kernel[unaligned]": Entry(rows.transpose_kernel(False), (64,), own=WORDS),

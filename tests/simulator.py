@@ -328,6 +328,26 @@ def rows_on_device(name, arrays, layout="c", **options):
     return [_returned(array) for array in (found if isinstance(found, tuple) else [found])]
 
 
+def rows_of_operation(name, arguments, options, arrays, sizes, by_columns=False, dtypes=()):
+    """What an operation of plans.rows with these options writes into flat outputs of these sizes, for a packed table."""
+    from numba import cuda
+
+    from numbaknn.arrays import NumbaDevice
+    from numbaknn.plans import rows as plans
+
+    x, *parameters = arrays
+    operation = getattr(plans, name)(*arguments, **options)
+    table = np.ascontiguousarray(x.T if by_columns else x)
+    dtypes = dtypes or [x.dtype] * len(sizes)
+    outputs = [cuda.device_array(size, dtype) for size, dtype in zip(sizes, dtypes)]
+    placed = [cuda.to_device(array) for array in (table, *parameters)] + outputs
+    flats = [NumbaDevice().flat(array, array.dtype) for array in placed]
+    memory = plans.Memory(flats[0], by_columns, x.shape[0] if by_columns else x.shape[1])
+    last = 1 + len(parameters)
+    operation.launch(memory, len(x), flats[1:last], flats[last:]).run(0)
+    return [array.copy_to_host() for array in outputs]
+
+
 def product_in_tiles(x, weight, tile):
     """x times weight, turned, with blocks of this tile."""
     from numba import cuda

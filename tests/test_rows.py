@@ -646,6 +646,28 @@ def test_simulated_norm(simulated, width, dtype, rng):
     np.testing.assert_array_equal(simulated(simulator.call, "layer_norm", x, weight, bias), right, strict=True)
 
 
+NORMS = [
+    {"lanes": 32, "rows": 2, "early": True},
+    {"lanes": 64, "rows": 3, "early": True, "threads": 128},
+    {"lanes": 96, "early": True},
+    {"lanes": 192},
+]
+
+
+@pytest.mark.parametrize("width", [768, 770])
+@pytest.mark.parametrize("options", NORMS, ids=str)
+def test_simulated_norms_that_measurements_may_choose(simulated, options, width, rng):
+    x, weight, bias = draw_norm(rng, 4, width)
+    right = np.empty(x.size, F32)
+    operation = plans.Norm(4, width, F32, 1e-5, **options)
+    plans.run_on_host(operation, plans.Memory(x.reshape(-1), False, width), [weight, bias], [right])
+    np.testing.assert_allclose(right.reshape(x.shape), normal(x, weight, bias), atol=1e-5)
+    (found,) = simulated(
+        simulator.rows_of_operation, "Norm", (4, width, F32, 1e-5), options, (x, weight, bias), [x.size]
+    )
+    np.testing.assert_array_equal(found, right, strict=True)
+
+
 @pytest.mark.parametrize("layout", ["fortran", "every other row", "columns of a wider one"])
 def test_simulated_norm_layouts(simulated, layout, rng):
     arrays = draw_norm(rng, 9, 12)

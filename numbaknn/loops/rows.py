@@ -31,6 +31,7 @@ from numbaknn.rowwise import (
     many_rows,
     mean_of,
     normalised,
+    one_over,
     parts_in_use,
     scale_of,
     scored_part_of_rows,
@@ -163,21 +164,22 @@ def feature_score_loop(x, stride, count, width, partials, table, clip, threshold
 @part_of_loop
 def statistics(x, base, width, stretches, shift, sums, found):
     """(mean, squares about it) of a row relative to the shift. sums: room for the partial sums; found: for the sum and the
-    squares of each stretch."""
-    parts, last_slot = parts_in_use(width, OF_A_WARP), OF_A_WARP * stretches - 1
+    mean of each stretch."""
+    parts, slots = parts_in_use(width, OF_A_WARP), OF_A_WARP * stretches
     for stretch in range(stretches):
         clear(sums, stretch * OF_A_WARP, parts)
     for column in range(0, width, len(PART)):
-        slot = column & last_slot
+        slot = column % slots
         off = deviations(x, base, column, width, shift)
         store_vector(sums, slot, total(load_vector(sums, slot, PART), off))
     for stretch in range(stretches):
         found[2 * stretch] = sum_of_partials(sums, stretch * OF_A_WARP, parts)
         # the mean of the stretch, for what follows
-        found[2 * stretch + 1] = mean_of(found[2 * stretch], columns_of_stretch(width, stretch, stretches))
+        columns = columns_of_stretch(width, stretch, stretches)
+        found[2 * stretch + 1] = mean_of(found[2 * stretch], one_over(columns, shift))
         clear(sums, stretch * OF_A_WARP, parts)
     for column in range(0, width, len(PART)):
-        slot = column & last_slot
+        slot = column % slots
         mean = found[2 * (slot // OF_A_WARP) + 1]
         about = kept(difference(deviations(x, base, column, width, shift), mean), column, 4, width)
         store_vector(sums, slot, total(load_vector(sums, slot, PART), product(about, about)))
@@ -186,11 +188,12 @@ def statistics(x, base, width, stretches, shift, sums, found):
     sum_ = squares = as_type_of(0, shift)
     for stretch in range(stretches):
         sum_ = total(sum_, found[2 * stretch])
-    mean = mean_of(sum_, width)
+    mean = mean_of(sum_, one_over(width, shift))
     for stretch in range(stretches):
         here = sum_of_partials(sums, stretch * OF_A_WARP, parts)
         columns = columns_of_stretch(width, stretch, stretches)
-        squares = total(squares, squares_about(mean, here, found[2 * stretch], columns))
+        share = one_over(columns, shift)
+        squares = total(squares, squares_about(mean, here, found[2 * stretch], columns, share))
     return mean, squares
 
 
@@ -201,7 +204,7 @@ def normalise_rows(first, last, x, stride, width, stretches, weight, bias, eps, 
         base = row * stride
         shift = real_of(x[base], eps)
         mean, squares = statistics(x, base, width, stretches, shift, sums, found)
-        scale = scale_of(squares, width, eps)
+        scale = scale_of(squares, one_over(width, eps), eps)
         column = 0
         while column + len(PART) <= width:
             w, b = load_vector(weight, column, PART), load_vector(bias, column, PART)
