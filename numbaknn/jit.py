@@ -127,7 +127,8 @@ def kernel(function=None):
     """A CUDA kernel, compiled at its first launch and kept on disk for the next process.
 
     ``@kernel(threads)`` is for blocks of at most so many threads, among which the registers of a multiprocessor have to
-    be shared out; ``@kernel((threads, blocks))`` if so many blocks have to share it. Link-time optimisation is off: the PTX
+    be shared out; ``@kernel((threads, blocks))`` if so many blocks have to share it; ``@kernel(None)`` is as
+    ``@kernel``. Link-time optimisation is off: the PTX
     that the tests read is then the PTX that runs.
     """
     if not isinstance(function, python.FunctionType):

@@ -19,7 +19,6 @@ from numbaknn.lanes import (
     clamped,
     difference,
     kept,
-    load_spread,
     load_up_to,
     load_vector,
     product,
@@ -84,27 +83,16 @@ def terms_of_row(x, base, column, width, mean, inv_std, weight, clip):
     return kept(contribution(values, m, s, w, clip), column, 4, width)
 
 
-# How a column of a few rows is read: adjacent rows at once; every step-th row, up to the last; one row. Handed to the
-# functions below, which are compiled for each.
+# How a column of a few rows is read: handed to the functions below, which are compiled for each.
 
 
 @device
-def adjacent_rows(x, at, step, last):
-    return load_vector(x, at, QUAD)
-
-
-@device
-def spread_rows(x, at, step, last):
-    return load_spread(x, at, step, last, QUAD)
-
-
-@device
-def many_rows(x, at, step, last):
+def many_rows(x, at):
     return load_vector(x, at, MANY)
 
 
 @device
-def single_row(x, at, step, last):
+def single_row(x, at):
     return load_vector(x, at, SINGLE)
 
 
@@ -115,44 +103,39 @@ def scored_column(values, column, table, clip):
 
 
 @device
-def scored_columns(x, row, row_step, count, stride, width, first, step, table, clip, load, none):
+def scored_columns(x, row, stride, width, first, step, table, clip, load, none):
     """The sums of a few rows in Fortran order over four columns from `first` on, and from every step-th after it.
 
-    load: one of the above, none: a vector of as many zeros. All four columns are on their way before the first is needed.
+    load: one of the above, none: a vector of as many zeros.
     """
     sum_a = sum_b = sum_c = sum_d = none
     column = first
     while column + 4 <= width:
-        at = column * stride
-        a = load(x, at + row, row_step, at + count)
-        b = load(x, at + stride + row, row_step, at + stride + count)
-        c = load(x, at + 2 * stride + row, row_step, at + 2 * stride + count)
-        d = load(x, at + 3 * stride + row, row_step, at + 3 * stride + count)
+        at = column * stride + row
+        a, b, c, d = load(x, at), load(x, at + stride), load(x, at + 2 * stride), load(x, at + 3 * stride)
         sum_a = total(sum_a, scored_column(a, column, table, clip))
         sum_b = total(sum_b, scored_column(b, column + 1, table, clip))
         sum_c = total(sum_c, scored_column(c, column + 2, table, clip))
         sum_d = total(sum_d, scored_column(d, column + 3, table, clip))
         column += step
+    at = column * stride + row
     if column < width:
-        at = column * stride
-        sum_a = total(sum_a, scored_column(load(x, at + row, row_step, at + count), column, table, clip))
+        sum_a = total(sum_a, scored_column(load(x, at), column, table, clip))
     if column + 1 < width:
-        at = (column + 1) * stride
-        sum_b = total(sum_b, scored_column(load(x, at + row, row_step, at + count), column + 1, table, clip))
+        sum_b = total(sum_b, scored_column(load(x, at + stride), column + 1, table, clip))
     if column + 2 < width:
-        at = (column + 2) * stride
-        sum_c = total(sum_c, scored_column(load(x, at + row, row_step, at + count), column + 2, table, clip))
+        sum_c = total(sum_c, scored_column(load(x, at + 2 * stride), column + 2, table, clip))
     return total(total(sum_a, sum_b), total(sum_c, sum_d))
 
 
 @device
-def scored_part_of_rows(x, row, row_step, count, stride, width, first, step, table, clip, load, none):
+def scored_part_of_rows(x, row, stride, width, first, step, table, clip, load, none):
     """The sums over one part of the columns of a few rows in Fortran order. table: mean, inv_std, weight."""
-    a = scored_columns(x, row, row_step, count, stride, width, first, step, table, clip, load, none)
-    b = scored_columns(x, row, row_step, count, stride, width, first + 4, step, table, clip, load, none)
+    a = scored_columns(x, row, stride, width, first, step, table, clip, load, none)
+    b = scored_columns(x, row, stride, width, first + 4, step, table, clip, load, none)
     ab = total(a, b)
-    c = scored_columns(x, row, row_step, count, stride, width, first + 8, step, table, clip, load, none)
-    d = scored_columns(x, row, row_step, count, stride, width, first + 12, step, table, clip, load, none)
+    c = scored_columns(x, row, stride, width, first + 8, step, table, clip, load, none)
+    d = scored_columns(x, row, stride, width, first + 12, step, table, clip, load, none)
     return total(ab, total(c, d))
 
 

@@ -191,15 +191,26 @@ KERNELS |= {
 HALVES = {"x": types.int16}
 WORDS = {"x": types.int32, "y": types.int32}
 KERNELS |= {
-    "row_score_kernel[1]": Entry(rows.row_major_kernel(1, True), (60, 96), loads=7),
+    "row_score_kernel[1]": Entry(rows.row_major_kernel(1, True), (68, 124), loads=7),
     "row_score_kernel[4]": Entry(rows.row_major_kernel(4, True), (59, 96), loads=7),
     "row_score_kernel[32]": Entry(rows.row_major_kernel(32, True), (59, 96), loads=7),
     "row_score_kernel[256]": Entry(rows.row_major_kernel(256, True), (59, 96), loads=7),
     "row_score_kernel[8 unaligned]": Entry(rows.row_major_kernel(8, False), (93, 130)),
     "row_score_kernel[4 halves]": Entry(rows.row_major_kernel(4, True), (64,), loads=3, own=HALVES),
-    "feature_score_kernel[1]": Entry(rows.feature_major_kernel(1, 1, True), (70, 128), loads=28),
-    "feature_score_kernel[8]": Entry(rows.feature_major_kernel(8, 1, True), (80, 128), loads=28),
-    "feature_score_kernel[8 x 8 unaligned]": Entry(rows.feature_major_kernel(8, 8, False), (80, 132)),
+    "packed_score_kernel[4]": Entry(
+        rows.packed_score_kernel(4, 4, False, (128, 1)), (40, 76), loads=7, threads=(128, 1)
+    ),
+    "packed_score_kernel[32]": Entry(
+        rows.packed_score_kernel(32, 4, False, (128, 1)), (40, 76), loads=7, threads=(128, 1)
+    ),
+    "packed_score_kernel[4 turns]": Entry(
+        rows.packed_score_kernel(4, 4, True, (128, 1)), (66, 110), loads=11, threads=(128, 1)
+    ),
+    "feature_score_kernel[1]": Entry(rows.feature_major_kernel(1, 1, 128, 4, True, True, 0), (64, 94), loads=7),
+    "feature_score_kernel[8]": Entry(rows.feature_major_kernel(8, 1, 32, 4, True, True, 0), (64, 124), loads=7),
+    "feature_score_kernel[8 x 8]": Entry(rows.feature_major_kernel(8, 8, 32, 4, True, True, 0), (80, 148), loads=7),
+    "feature_score_kernel[8 partly]": Entry(rows.feature_major_kernel(8, 1, 32, 4, True, False, 0), (64, 128), loads=8),
+    "feature_score_kernel[8 x 8 unaligned]": Entry(rows.feature_major_kernel(8, 8, 32, 4, False, False, 0), (110, 168)),
     "layer_norm_kernel[32 x 4]": Entry(
         rows.layer_norm_kernel(32, 4, True, False, 1, False), (48, 78), loads=12, stores=4, scalars="eps"
     ),

@@ -554,6 +554,30 @@ def test_simulated_very_wide(simulated, layout, width, rng):
     same_bits([array for _, array in found], in_order(*arrays))
 
 
+SCORES = [
+    (16, False, {"rows": 8}),
+    (16, False, {"rows": 4, "turns": 3}),
+    (64, False, {"rows": 8, "turns": 2, "threads": 64}),
+    (16, False, {"rows": 0}),
+    (16, True, {"at_once": 8}),
+    (16, True, {"at_once": 16, "blocks": 2}),
+    (130, True, {"parts": 2, "at_once": 8}),
+    (128, True, {"parts": 1, "at_once": 4, "threads": 4}),
+    (128, True, {"parts": 4, "at_once": 16}),
+    (2080, True, {"parts": 4, "at_once": 8}),
+]
+
+
+@pytest.mark.parametrize("width, by_columns, options", SCORES, ids=str)
+def test_simulated_scores_that_measurements_may_choose(simulated, width, by_columns, options, rng):
+    for count in (33, 12) if width < 1000 else (4,):
+        arrays = draw(rng, count, width)
+        shape = count, width, F32, 1.5, 0.25
+        dtypes = F32, np.bool_
+        found = simulated(simulator.rows_of_operation, "Score", shape, options, arrays, [count] * 2, by_columns, dtypes)
+        same_bits(found, in_order(*arrays, clip=1.5, threshold=0.25))
+
+
 @pytest.mark.parametrize("layout", ["c", "fortran", "every other row", "columns of a wider one"])
 @pytest.mark.parametrize("dtype", [F32, F64, np.float16, np.int16], ids=lambda dtype: dtype.__name__)
 def test_simulated_layouts_and_dtypes(simulated, layout, dtype, rng):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from numba import cuda
+import numpy as np
+from numba import cuda, int64
 
 from numbaknn.jit import device, kernel
 from numbaknn.lanes import (
@@ -17,6 +18,7 @@ from numbaknn.lanes import (
     element,
     from_lane,
     kept,
+    load_elements,
     load_quads,
     load_quads_up_to,
     load_spread,
@@ -26,6 +28,7 @@ from numbaknn.lanes import (
     product,
     quad_of,
     real_of,
+    store_spread,
     store_vector,
     sum_by_quads,
     sum_of,
@@ -35,7 +38,6 @@ from numbaknn.lanes import (
 from numbaknn.rowwise import (
     PART,
     QUAD,
-    adjacent_rows,
     columns_of_stretch,
     contribution,
     mean_of,
@@ -43,21 +45,21 @@ from numbaknn.rowwise import (
     one_over,
     scale_of,
     scaled,
-    scored_part_of_rows,
-    spread_rows,
     squares_about,
 )
 
 WARP = 32
 
-# Rows that a thread works on: that many quads are on their way before the first is needed.
+# Rows that a thread of a table in C order works on, or in Fortran order (there they are one quad): that many quads are on
+# their way before the first is needed.
 ROWS = 4
 
 # The longest blocks that the shared memory below has room for.
 MOST_WARPS = 32
 MOST_FEATURE_MAJOR_THREADS = 256
 
-# Lengths of shared memory, where the compiler wants a number: four rows a warp, two sums a warp, four rows a thread.
+# Lengths of shared memory, where the compiler wants a number: four rows a warp, two sums a warp for each row, four rows a
+# thread.
 ROWS_OF_WARPS = ROWS * MOST_WARPS
 MOST_ROWS_HELD = 4
 SUMS_OF_WARPS = 2 * MOST_WARPS * MOST_ROWS_HELD
@@ -80,8 +82,25 @@ def load_quad(array, at, last, whole):
 @device
 def write_score(score, threshold, row, count, scores, flags):
     if row < count:
-        scores[row] = score
-        flags[row] = score > threshold
+        place = np.uint64(row)  # of an unsigned number no one asks whether it counts from the end
+        scores[place] = score
+        flags[place] = score > threshold
+
+
+@device
+def score_of_four(sums, lane, lanes):
+    """The score of row lane % 4 of four, from the sums of each that the lanes hold. The first exchange leaves two rows to
+    each lane, the second one: three shuffles in place of eight."""
+    upper = lane & 1
+    sum_ab, sum_cd = met_with(sums[0], sums[1], upper, 1), met_with(sums[2], sums[3], upper, 1)
+    score = met_with(sum_ab, sum_cd, lane & 2, 2)
+    if lanes > 4:
+        score = total(score, from_lane(score, 4))
+    if lanes > 8:
+        score = total(score, from_lane(score, 8))
+    if lanes > 16:
+        score = total(score, from_lane(score, 16))
+    return score
 
 
 @cache
@@ -123,21 +142,14 @@ def row_major_kernel(lanes, whole):
             write_score(sum_c, threshold, row + 2 * GROUPS, count, scores, flags)
             write_score(sum_d, threshold, row + 3 * GROUPS, count, scores, flags)
             return
-        # The first exchange leaves two rows to each lane, the second one: three shuffles in place of eight.
-        upper = lane & 1
-        sum_ab, sum_cd = met_with(sum_a, sum_b, upper, 1), met_with(sum_c, sum_d, upper, 1)
         if LANES == 2:
+            upper = lane & 1
+            sum_ab, sum_cd = met_with(sum_a, sum_b, upper, 1), met_with(sum_c, sum_d, upper, 1)
             write_score(sum_ab, threshold, row + upper * GROUPS, count, scores, flags)
             write_score(sum_cd, threshold, row + (2 + upper) * GROUPS, count, scores, flags)
             return
-        score = met_with(sum_ab, sum_cd, lane & 2, 2)
-        if LANES > 4:
-            score = total(score, from_lane(score, 4))
-        if LANES > 8:
-            score = total(score, from_lane(score, 8))
-        if LANES > 16:
-            score = total(score, from_lane(score, 16))
-        mine = lane % 4  # of the four rows
+        score = score_of_four((sum_a, sum_b, sum_c, sum_d), lane, LANES)
+        mine = lane % ROWS  # of the four rows
         if WARPS > 1:
             of_warps = cuda.shared.array(ROWS_OF_WARPS, scores.dtype)
             slot = ROWS * (cuda.threadIdx.x // WARP)
@@ -151,56 +163,238 @@ def row_major_kernel(lanes, whole):
     return row_score_kernel
 
 
+# Tables whose rows are one quad a lane and packed: a warp reads 512 bytes after 512 bytes, whatever the width is.
+
+
+@device
+def quad_in_line(n, others):
+    x, place = others
+    return load_vector(x, place + n * (4 * WARP), QUAD)
+
+
+@device
+def quad_in_line_or_last(n, others):
+    x, place = others
+    return load_vector(x, min(place + n * (4 * WARP), x.size - 4), QUAD)
+
+
+@device
+def sum_of_quad(quad, others):
+    """What a quad adds to the score of its row, as a partial sum each that began at zero."""
+    m, s, w, clip, none = others
+    return sum_of(total(none, contribution(real_of(quad, clip), m, s, w, clip)))
+
+
+@device
+def quads_in_line(x, place, lane, numbers):
+    """The quads that a thread has of the rows of its warp; those of rows behind the last one may be any."""
+    if place - 4 * lane + 4 * WARP * len(numbers) <= x.size:
+        return mapped(quad_in_line, numbers, (x, place))
+    return mapped(quad_in_line_or_last, numbers, (x, place))
+
+
 @cache
-def feature_major_kernel(parts, rounds, whole):
-    """The kernel for rows in Fortran order whose parts are worked on by so many threads, in so many rounds.
+def packed_score_kernel(lanes, rows, turns, bounds):
+    """The kernel for packed rows that are one quad for each of so many lanes, 4 to 32. rows: that a thread has at a time, a
+    multiple of four; turns: whether it goes on to further ones, which are on their way meanwhile. bounds: as of
+    `jit.kernel`."""
+    LANES, TURNS = lanes, turns
+    GROUPS = WARP // lanes
+    IN_LINE = rows * GROUPS  # rows of a warp
+    LENGTH = 4 * WARP * rows
+    numbers, fours = tuple(range(rows)), tuple(range(0, rows, ROWS))
 
-    whole: all columns are quads of rows, at multiples of 16 bytes.
+    @kernel(bounds)
+    def packed_score_kernel(x, count, mean, inv_std, weight, clip, threshold, scores, flags):
+        """A few rows a group of lanes: a warp reads 512 bytes after 512 bytes."""
+        thread = cuda.grid(1)
+        warp, in_warp = thread // WARP, thread & (WARP - 1)
+        lane, group = in_warp & (LANES - 1), in_warp // LANES
+        warps = cuda.gridsize(1) // WARP
+        row, place = warp * IN_LINE + group, warp * LENGTH + 4 * in_warp
+        quads = quads_in_line(x, place, in_warp, numbers)
+        m, s, w = (
+            load_vector(mean, 4 * lane, QUAD),
+            load_vector(inv_std, 4 * lane, QUAD),
+            load_vector(weight, 4 * lane, QUAD),
+        )
+        none = zeros(clip, QUAD)
+        while True:
+            place += warps * LENGTH
+            if TURNS:
+                following = quads_in_line(x, place, in_warp, numbers)
+            sums = mapped(sum_of_quad, quads, (m, s, w, clip, none))
+            for four in range(len(fours)):
+                some = sums[ROWS * four], sums[ROWS * four + 1], sums[ROWS * four + 2], sums[ROWS * four + 3]
+                score = score_of_four(some, lane, LANES)
+                if lane < ROWS:
+                    write_score(score, threshold, row + (ROWS * four + lane) * GROUPS, count, scores, flags)
+            row += warps * IN_LINE
+            if not TURNS or row - group >= count:
+                break
+            quads = following
+
+    return packed_score_kernel
+
+
+# -- Tables in Fortran order ---------------------------------------------------------------------------------------------
+
+PAIRS_OF_FOUR, PAIRS_OF_EIGHT, PAIRS_OF_SIXTEEN = (0, 1), tuple(range(4)), tuple(range(8))
+
+
+@device
+def rows_of_column(n, others):
+    """Four rows of the n-th column after another; of the last column, if that is given and there are fewer."""
+    x, at, apart, count, stride, column, last_column, whole = others
+    start = (column + n if last_column < 0 else min(column + n, last_column)) * stride
+    if whole:
+        return load_vector(x, start + at, QUAD)
+    return load_spread(x, start + at, apart, start + count, QUAD)
+
+
+@device
+def none_of_column(n, none):
+    return none
+
+
+@device
+def with_term(n, others):
+    """The n-th of some sums with what its column adds."""
+    sums, quads, table, clip = others
+    mean, inv_std, weight = table
+    term = contribution(real_of(quads[n], clip), element(mean, n), element(inv_std, n), element(weight, n), clip)
+    return total(sums[n], term)
+
+
+@device
+def pair_of(n, sums):
+    return total(sums[2 * n], sums[2 * n + 1])
+
+
+@device
+def with_term_if_there(n, others):
+    """The same for the last columns of a table, from this one on. To add a zero to a sum changes no bit."""
+    sums, quads, column, width, table, clip = others
+    mean, inv_std, weight = table
+    place = min(column + n, width - 1)
+    term = contribution(real_of(quads[n], clip), mean[place], inv_std[place], weight[place], clip)
+    return total(sums[n], term if column + n < width else zeros(clip, QUAD))
+
+
+@device
+def sums_of_columns(rows, first, width, step, table, clip, none, columns, full):
+    """The sums of four rows over some columns from `first` on, and over every step-th after them. All quads of the columns
+    are on their way before the first is needed. full: they are all there, and their parameters are whole quads."""
+    x, at, apart, count, stride, whole = rows
+    mean, inv_std, weight = table
+    sums = mapped(none_of_column, columns, none)
+    column = first
+    while column + len(columns) <= width:
+        quads = mapped(rows_of_column, columns, (x, at, apart, count, stride, column, -1, whole))
+        if full:
+            m, s, w = (
+                load_vector(mean, column, columns),
+                load_vector(inv_std, column, columns),
+                load_vector(weight, column, columns),
+            )
+        else:
+            m, s, w = (
+                load_elements(mean, column, columns),
+                load_elements(inv_std, column, columns),
+                load_elements(weight, column, columns),
+            )
+        sums = mapped(with_term, columns, (sums, quads, (m, s, w), clip))
+        column += step
+    if not full and column < width:
+        quads = mapped(rows_of_column, columns, (x, at, apart, count, stride, column, width - 1, whole))
+        sums = mapped(with_term_if_there, columns, (sums, quads, column, width, table, clip))
+    return sums
+
+
+@device
+def tree_of(sums):
+    """The sum of four, eight or sixteen sums, neighbours first."""
+    if len(sums) == 16:
+        sums_of_pairs = mapped(pair_of, PAIRS_OF_EIGHT, mapped(pair_of, PAIRS_OF_SIXTEEN, sums))
+    elif len(sums) == 8:
+        sums_of_pairs = mapped(pair_of, PAIRS_OF_EIGHT, sums)
+    else:
+        sums_of_pairs = sums
+    last_two = mapped(pair_of, PAIRS_OF_FOUR, sums_of_pairs)
+    return total(last_two[0], last_two[1])
+
+
+@device
+def carried(number, sums, kept_sums, levels):
+    """Sums that come one after the other, 2^levels of them, added as a binary tree, neighbours first: what the last one and
+    those before it make, and what is kept of ones, twos, fours and so on."""
+    one, two, four, eight, sixteen = kept_sums
+    if number & 1 == 0:
+        return sums, (sums, two, four, eight, sixteen)
+    sums = total(one, sums)
+    if levels == 1 or number & 2 == 0:
+        return sums, (one, sums, four, eight, sixteen)
+    sums = total(two, sums)
+    if levels == 2 or number & 4 == 0:
+        return sums, (one, two, sums, eight, sixteen)
+    sums = total(four, sums)
+    if levels == 3 or number & 8 == 0:
+        return sums, (one, two, four, sums, sixteen)
+    sums = total(eight, sums)
+    if levels == 4 or number & 16 == 0:
+        return sums, (one, two, four, eight, sums)
+    return total(sixteen, sums), kept_sums
+
+
+@cache
+def feature_major_kernel(parts, turns, quads, at_once, whole, full, blocks):
+    """The kernel for rows in Fortran order whose parts are shared out to so many threads, each of which takes so many
+    adjacent ones in turn. quads: of rows in a block; at_once: columns that a thread reads at once.
+
+    whole: all columns are quads of rows, at multiples of 16 bytes. full: they are, and so are the parameters, and the width
+    is a multiple of a part. blocks: that share a multiprocessor, or 0.
     """
-    PARTS, ROUNDS, WHOLE = parts, rounds, whole
-    STEP = len(PART) * parts * rounds
-    slots, round_slots = (0,) * parts, (0,) * rounds
+    PARTS, TURNS, QUADS, WHOLE, FULL = parts, turns, quads, whole, full
+    UNIT = at_once  # columns whose sums are made at once
+    UNITS = len(PART) * turns // UNIT
+    LEVELS = UNITS.bit_length() - 1
+    columns = tuple(range(at_once))
+    STEP = len(PART) * parts * turns
+    BLOCK_ROWS = ROWS * quads
+    SHARED = BLOCK_ROWS * parts
+    THREADS = quads * parts
+    slots = (0,) * parts
 
-    @kernel
+    @kernel((THREADS, blocks) if blocks else None)
     def feature_score_kernel(x, stride, count, width, mean, inv_std, weight, clip, threshold, scores, flags):
-        """Four rows and a part of the columns a thread. A block has THREADS / PARTS quads of rows."""
-        thread, threads = cuda.threadIdx.x, cuda.blockDim.x
-        quads = threads // PARTS
-        quad, part = thread % quads, thread // quads
-        rows = ROWS * quads
-        row = cuda.blockIdx.x * rows
-        # adjacent rows where they are one access, else every quads-th, so that neighbours read neighbours
-        mine, step = (row + ROWS * quad, 1) if WHOLE else (row + quad, quads)
+        """Four rows and some parts of the columns a thread."""
+        thread = int64(cuda.threadIdx.x)
+        quad, part = thread & (QUADS - 1), thread // QUADS
+        row = int64(cuda.blockIdx.x) * BLOCK_ROWS
+        # adjacent rows where they are one access, else every so many, so that neighbours read neighbours
+        mine, apart = (row + ROWS * quad, 1) if WHOLE else (row + quad, QUADS)
         at = min(mine, count - ROWS) if WHOLE else mine  # a quad behind the last row reads the last one
         table, none = (mean, inv_std, weight), zeros(clip, QUAD)
-        if PARTS == 1 and ROUNDS == 1:
-            if WHOLE:
-                sums = scored_part_of_rows(x, at, step, count, stride, width, 0, STEP, table, clip, adjacent_rows, none)
-            else:
-                sums = scored_part_of_rows(x, at, step, count, stride, width, 0, STEP, table, clip, spread_rows, none)
+        rows = x, at, apart, count, stride, WHOLE
+        sums, kept_sums = none, (none, none, none, none, none)
+        first = len(PART) * TURNS * part
+        for unit in range(UNITS):
+            sums = tree_of(sums_of_columns(rows, first, width, STEP, table, clip, none, columns, FULL))
+            if UNITS > 1:
+                sums, kept_sums = carried(unit, sums, kept_sums, LEVELS)
+            first += UNIT
+        if PARTS == 1:
             for n in range(ROWS):
-                write_score(element(sums, n), threshold, mine + n * step, count, scores, flags)
+                write_score(element(sums, n), threshold, mine + n * apart, count, scores, flags)
             return
-        of_parts = cuda.shared.array(ROWS_OF_THREADS, scores.dtype)
-        of_rounds = cuda.shared.array(ROWS_OF_THREADS, scores.dtype)
-        for turn in range(ROUNDS):
-            first = len(PART) * (turn * PARTS + part)
-            if WHOLE:
-                sums = scored_part_of_rows(
-                    x, at, step, count, stride, width, first, STEP, table, clip, adjacent_rows, none
-                )
-            else:
-                sums = scored_part_of_rows(
-                    x, at, step, count, stride, width, first, STEP, table, clip, spread_rows, none
-                )
-            for n in range(ROWS):
-                of_parts[part * rows + (ROWS * quad + n if WHOLE else quad + n * quads)] = element(sums, n)
-            cuda.syncthreads()
-            for n in range(thread, rows, threads):
-                of_rounds[turn * rows + n] = sum_of(load_spread(of_parts, n, rows, PARTS * rows, slots))
-            cuda.syncthreads()
-        for n in range(thread, rows, threads):
-            score = sum_of(load_spread(of_rounds, n, rows, ROUNDS * rows, round_slots))
+        of_parts = cuda.shared.array(SHARED, scores.dtype, alignment=16)
+        if WHOLE:
+            store_vector(of_parts, part * BLOCK_ROWS + ROWS * quad, sums)
+        else:
+            store_spread(of_parts, part * BLOCK_ROWS + quad, QUADS, sums)
+        cuda.syncthreads()
+        for n in range(thread, BLOCK_ROWS, THREADS):
+            score = sum_of(load_spread(of_parts, n, BLOCK_ROWS, SHARED, slots))
             write_score(score, threshold, row + n, count, scores, flags)
 
     return feature_score_kernel

@@ -119,7 +119,7 @@ def row_score_loop(x, stride, count, width, partials, table, clip, threshold, st
 
 
 @part_of_loop
-def score_columns(first, last, x, stride, count, width, partials, table, clip, threshold, parts, scores, flags):
+def score_columns(first, last, x, stride, width, partials, table, clip, threshold, parts, scores, flags):
     """Score the rows first..last - 1 of a table in Fortran order. parts: room for the sums of MANY rows a part."""
     many, none, no_row = len(MANY), zeros(clip, MANY), zeros(clip, SINGLE)
     whole = first + (last - first) // many * many
@@ -127,7 +127,7 @@ def score_columns(first, last, x, stride, count, width, partials, table, clip, t
         left = parts_in_use(width, partials)
         for part in range(left):
             start = part * len(PART)
-            sums = scored_part_of_rows(x, row, 1, count, stride, width, start, partials, table, clip, many_rows, none)
+            sums = scored_part_of_rows(x, row, stride, width, start, partials, table, clip, many_rows, none)
             store_vector(parts, part * many, sums)
         while left > 1:
             left //= 2
@@ -141,9 +141,7 @@ def score_columns(first, last, x, stride, count, width, partials, table, clip, t
         used = parts_in_use(width, partials)
         for part in range(used):
             start = part * len(PART)
-            sums = scored_part_of_rows(
-                x, row, 1, count, stride, width, start, partials, table, clip, single_row, no_row
-            )
+            sums = scored_part_of_rows(x, row, stride, width, start, partials, table, clip, single_row, no_row)
             parts[part] = sum_of(sums)
         scores[row] = sum_of_parts(parts, used)
         flags[row] = scores[row] > threshold
@@ -155,7 +153,7 @@ def feature_score_loop(x, stride, count, width, partials, table, clip, threshold
     for n in prange((count + stretch - 1) // stretch):
         parts = np.empty(len(MANY) * max(1, partials // len(PART)), scores.dtype)
         first, last = n * stretch, min((n + 1) * stretch, count)
-        score_columns(first, last, x, stride, count, width, partials, table, clip, threshold, parts, scores, flags)
+        score_columns(first, last, x, stride, width, partials, table, clip, threshold, parts, scores, flags)
 
 
 # -- Layer norm ----------------------------------------------------------------------------------------------------------

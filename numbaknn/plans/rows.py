@@ -28,6 +28,10 @@ ROW_THREADS = 128
 COLUMN_THREADS = 128
 COLUMN_QUADS = 32
 
+# Rows that a lane has at a time of a packed table; columns that a thread reads at once in Fortran order.
+PACKED_ROWS = 4
+COLUMNS_AT_ONCE = 4
+
 # Layer norm: a lane holds up to four quads of its row, so that 48 registers do, and a row of 768 is two warps of three.
 # A row of more than 16 warps stays in memory.
 NORM_THREADS = 128
@@ -76,24 +80,24 @@ def stretch_of(width):
 class Score:
     """`row_score` for tables of one shape and dtype.
 
-    partials: P of the order of the sum, a power of two from 16 on; other than the usual one for experiments alone, as
-    `threads`. It bounds how many lanes share a row: P / 4.
+    For experiments alone: partials, P of the order of the sum, a power of two from 16 on, which bounds how many lanes share
+    a row (P / 4); threads of a block. In C order: rows, that a lane has at a time of a packed table, or 0 for the kernel of
+    all other tables; turns, that a warp takes. In Fortran order: parts, that are shared out to the threads of a block;
+    at_once, columns that a thread reads at once; blocks, that share a multiprocessor.
     """
 
     takes_columns = True
 
-    def __init__(self, count, width, dtype, clip, threshold, partials=None, threads=None):
+    def __init__(self, count, width, dtype, clip, threshold, partials=None, threads=None, **options):
         self.count, self.width, self.dtype = count, width, np.dtype(dtype)
         real = self.dtype.type
         with np.errstate(over="ignore"):  # a clip above all reals is none
             self.clip, self.threshold = real(clip), real(threshold)
         self.partials = partials or partial_sums(width)
-        self.threads = threads
-
-    @property
-    def key(self):
-        """What the launch of the operation depends on beside memory and the number of rows."""
-        return Score, self.width, self.dtype, float(self.clip), float(self.threshold), self.partials, self.threads
+        self.threads, self.options = threads, options
+        # what the launch depends on beside memory and the number of rows
+        chosen = self.partials, threads, *sorted(options.items())
+        self.key = Score, self.width, self.dtype, float(self.clip), float(self.threshold), *chosen
 
     def outputs(self):
         """(shape, dtype) of each output."""
@@ -105,24 +109,38 @@ class Score:
         loop(memory.flat, memory.stride, count, self.width, self.partials, tuple(parameters), *options, *outputs)
 
     def launch(self, memory, count, parameters, outputs):
-        flat, by_columns, stride = memory
-        arguments = flat, stride, count, self.width, *parameters, self.clip, self.threshold, *outputs
-        if by_columns:
-            parts = min(next_power_of_two(-(-self.width // len(PART))), self.partials // len(PART))
-            at_once = min(parts, len(EIGHT))
-            whole = stride % 4 == 0 and count % 4 == 0 and is_aligned(flat)
-            threads = self.threads or COLUMN_THREADS
-            if at_once > 1:
-                threads = min(max(threads, COLUMN_QUADS * at_once), kernels.MOST_FEATURE_MAJOR_THREADS)
-            blocks = -(-count * at_once // (kernels.ROWS * threads))
-            kernel = kernels.feature_major_kernel(at_once, parts // at_once, whole)
-            return Launch(kernel, blocks * threads, threads, *arguments)
+        launch = self._launch_columns if memory.by_columns else self._launch_rows
+        return launch(memory, count, parameters, (*parameters, self.clip, self.threshold, *outputs))
+
+    def _launch_columns(self, memory, count, parameters, others):
+        flat, _, stride = memory
+        parts = min(next_power_of_two(-(-self.width // len(PART))), self.partials // len(PART))
+        at_once = min(parts, self.options.get("parts", len(EIGHT)))
+        threads = self.threads or COLUMN_THREADS
+        quads = min(max(threads // at_once, COLUMN_QUADS), kernels.MOST_FEATURE_MAJOR_THREADS // at_once)
+        whole = stride % 4 == 0 and count % 4 == 0 and is_aligned(flat)
+        full = whole and self.width % len(PART) == 0 and is_aligned(*parameters)
+        columns, blocks = self.options.get("at_once", COLUMNS_AT_ONCE), self.options.get("blocks", 0)
+        kernel = kernels.feature_major_kernel(at_once, parts // at_once, quads, columns, whole, full, blocks)
+        arguments = flat, stride, count, self.width, *others
+        return Launch(kernel, -(-count // (kernels.ROWS * quads)) * quads * at_once, quads * at_once, *arguments)
+
+    def _launch_rows(self, memory, count, parameters, others):
+        flat, _, stride = memory
         lanes = row_lanes(self.width, self.partials)
+        threads = max(self.threads or ROW_THREADS, lanes)
         whole = self.width % 4 == 0 and stride % 4 == 0 and is_aligned(flat, *parameters)
         groups = max(1, kernels.WARP // lanes)
-        items = -(-count // (kernels.ROWS * groups)) * groups * lanes
-        threads = max(self.threads or ROW_THREADS, lanes)
-        kernel = kernels.row_major_kernel(lanes, whole)
+        rows = self.options.get("rows", PACKED_ROWS)
+        packed = whole and stride == self.width == 4 * lanes and kernels.ROWS <= lanes <= kernels.WARP and rows
+        if packed:
+            turns = self.options.get("turns", 1)
+            kernel = kernels.packed_score_kernel(lanes, rows, turns > 1, (threads, self.options.get("blocks", 1)))
+            arguments = flat, count, *others
+        else:
+            kernel, rows, turns = kernels.row_major_kernel(lanes, whole), kernels.ROWS, 1
+            arguments = flat, stride, count, self.width, *others
+        items = -(-count // (rows * groups * turns)) * groups * lanes
         return Launch(kernel, items, threads, *arguments, shared_bytes=EXCHANGE_BYTES * threads)
 
 
@@ -149,10 +167,7 @@ class Norm:
         self.eps = self.dtype.type(eps)
         self.lanes = lanes or norm_lanes(width)
         self.threads, self.rows, self.early = threads, rows, early
-
-    @property
-    def key(self):
-        return Norm, self.width, self.dtype, float(self.eps), self.lanes, self.threads, self.rows, self.early
+        self.key = Norm, self.width, self.dtype, float(self.eps), self.lanes, threads, rows, early
 
     def outputs(self):
         return (((self.count, self.width), self.dtype),)
