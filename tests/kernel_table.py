@@ -198,13 +198,13 @@ KERNELS |= {
     "row_score_kernel[8 unaligned]": Entry(rows.row_major_kernel(8, False), (93, 130)),
     "row_score_kernel[4 halves]": Entry(rows.row_major_kernel(4, True), (64,), loads=3, own=HALVES),
     "packed_score_kernel[4]": Entry(
-        rows.packed_score_kernel(4, 4, False, (128, 1)), (40, 76), loads=7, threads=(128, 1)
+        rows.packed_score_kernel(4, 1, 4, False, (128, 1)), (40, 76), loads=7, threads=(128, 1)
     ),
-    "packed_score_kernel[32]": Entry(
-        rows.packed_score_kernel(32, 4, False, (128, 1)), (40, 76), loads=7, threads=(128, 1)
+    "packed_score_kernel[32 x 2]": Entry(
+        rows.packed_score_kernel(32, 2, 4, False, (128, 1)), (70, 120), loads=14, threads=(128, 1)
     ),
     "packed_score_kernel[4 turns]": Entry(
-        rows.packed_score_kernel(4, 4, True, (128, 1)), (66, 110), loads=11, threads=(128, 1)
+        rows.packed_score_kernel(4, 1, 4, True, (128, 1)), (66, 110), loads=11, threads=(128, 1)
     ),
     "feature_score_kernel[1]": Entry(rows.feature_major_kernel(1, 1, 128, 4, True, True, 0), (64, 94), loads=7),
     "feature_score_kernel[8]": Entry(rows.feature_major_kernel(8, 1, 32, 4, True, True, 0), (64, 124), loads=7),

@@ -16,6 +16,7 @@ from numbaknn.lanes import (
     as_type_of,
     difference,
     element,
+    fold,
     from_lane,
     kept,
     load_elements,
@@ -163,7 +164,7 @@ def row_major_kernel(lanes, whole):
     return row_score_kernel
 
 
-# Tables whose rows are one quad a lane and packed: a warp reads 512 bytes after 512 bytes, whatever the width is.
+# Packed tables whose rows are whole quads for every lane: a warp reads 512 bytes after 512 bytes, whatever the width is.
 
 
 @device
@@ -179,52 +180,58 @@ def quad_in_line_or_last(n, others):
 
 
 @device
-def sum_of_quad(quad, others):
-    """What a quad adds to the score of its row, as a partial sum each that began at zero."""
-    m, s, w, clip, none = others
-    return sum_of(total(none, contribution(real_of(quad, clip), m, s, w, clip)))
-
-
-@device
-def quads_in_line(x, place, lane, numbers):
+def quads_in_line(x, place, in_warp, numbers):
     """The quads that a thread has of the rows of its warp; those of rows behind the last one may be any."""
-    if place - 4 * lane + 4 * WARP * len(numbers) <= x.size:
+    if place - 4 * in_warp + 4 * WARP * len(numbers) <= x.size:
         return mapped(quad_in_line, numbers, (x, place))
     return mapped(quad_in_line_or_last, numbers, (x, place))
 
 
+@device
+def with_quad(sums, n, others):
+    """The partial sums of a row with the n-th of its quads."""
+    quads, first, m, s, w, clip = others
+    return total(sums, contribution(real_of(quads[first + n], clip), m[n], s[n], w[n], clip))
+
+
+@device
+def sum_of_row(row, others):
+    quads, m, s, w, clip, each = others
+    return sum_of(fold(with_quad, zeros(clip, QUAD), each, (quads, row * len(each), m, s, w, clip)))
+
+
 @cache
-def packed_score_kernel(lanes, rows, turns, bounds):
-    """The kernel for packed rows that are one quad for each of so many lanes, 4 to 32. rows: that a thread has at a time, a
-    multiple of four; turns: whether it goes on to further ones, which are on their way meanwhile. bounds: as of
-    `jit.kernel`."""
+def packed_score_kernel(lanes, quads, rows, turns, bounds):
+    """The kernel for packed rows that are so many quads for each of so many lanes (4 to 32; one quad for fewer than 32).
+
+    rows: that a thread has at a time, a multiple of four; turns: whether it goes on to further ones, which are on their way
+    meanwhile. bounds: as of `jit.kernel`.
+    """
     LANES, TURNS = lanes, turns
     GROUPS = WARP // lanes
     IN_LINE = rows * GROUPS  # rows of a warp
-    LENGTH = 4 * WARP * rows
-    numbers, fours = tuple(range(rows)), tuple(range(0, rows, ROWS))
+    LENGTH = 4 * WARP * quads * rows
+    FOURS = rows // ROWS
+    each, numbers, all_numbers = tuple(range(quads)), tuple(range(rows)), tuple(range(quads * rows))
 
     @kernel(bounds)
     def packed_score_kernel(x, count, mean, inv_std, weight, clip, threshold, scores, flags):
-        """A few rows a group of lanes: a warp reads 512 bytes after 512 bytes."""
+        """A few rows a group of lanes."""
         thread = cuda.grid(1)
         warp, in_warp = thread // WARP, thread & (WARP - 1)
         lane, group = in_warp & (LANES - 1), in_warp // LANES
         warps = cuda.gridsize(1) // WARP
         row, place = warp * IN_LINE + group, warp * LENGTH + 4 * in_warp
-        quads = quads_in_line(x, place, in_warp, numbers)
-        m, s, w = (
-            load_vector(mean, 4 * lane, QUAD),
-            load_vector(inv_std, 4 * lane, QUAD),
-            load_vector(weight, 4 * lane, QUAD),
-        )
-        none = zeros(clip, QUAD)
+        held = quads_in_line(x, place, in_warp, all_numbers)
+        m = mapped(quad_in_line, each, (mean, 4 * lane))
+        s = mapped(quad_in_line, each, (inv_std, 4 * lane))
+        w = mapped(quad_in_line, each, (weight, 4 * lane))
         while True:
             place += warps * LENGTH
             if TURNS:
-                following = quads_in_line(x, place, in_warp, numbers)
-            sums = mapped(sum_of_quad, quads, (m, s, w, clip, none))
-            for four in range(len(fours)):
+                following = quads_in_line(x, place, in_warp, all_numbers)
+            sums = mapped(sum_of_row, numbers, (held, m, s, w, clip, each))
+            for four in range(FOURS):
                 some = sums[ROWS * four], sums[ROWS * four + 1], sums[ROWS * four + 2], sums[ROWS * four + 3]
                 score = score_of_four(some, lane, LANES)
                 if lane < ROWS:
@@ -232,7 +239,7 @@ def packed_score_kernel(lanes, rows, turns, bounds):
             row += warps * IN_LINE
             if not TURNS or row - group >= count:
                 break
-            quads = following
+            held = following
 
     return packed_score_kernel
 

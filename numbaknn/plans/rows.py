@@ -28,8 +28,8 @@ ROW_THREADS = 128
 COLUMN_THREADS = 128
 COLUMN_QUADS = 32
 
-# Rows that a lane has at a time of a packed table; columns that a thread reads at once in Fortran order.
-PACKED_ROWS = 4
+# Rows that a lane has at a time of a packed table, and quads of them; columns that a thread reads at once in Fortran order.
+PACKED_ROWS, MOST_PACKED_QUADS = 4, 16
 COLUMNS_AT_ONCE = 4
 
 # Layer norm: a lane holds up to four quads of its row, so that 48 registers do, and a row of 768 is two warps of three.
@@ -131,11 +131,11 @@ class Score:
         threads = max(self.threads or ROW_THREADS, lanes)
         whole = self.width % 4 == 0 and stride % 4 == 0 and is_aligned(flat, *parameters)
         groups = max(1, kernels.WARP // lanes)
-        rows = self.options.get("rows", PACKED_ROWS)
-        packed = whole and stride == self.width == 4 * lanes and kernels.ROWS <= lanes <= kernels.WARP and rows
-        if packed:
-            turns = self.options.get("turns", 1)
-            kernel = kernels.packed_score_kernel(lanes, rows, turns > 1, (threads, self.options.get("blocks", 1)))
+        rows, quads = self.options.get("rows", PACKED_ROWS), self.width // (4 * lanes)
+        packed = whole and stride == self.width == 4 * lanes * quads and kernels.ROWS <= lanes <= kernels.WARP
+        if packed and rows and rows * quads <= MOST_PACKED_QUADS:
+            turns, bounds = self.options.get("turns", 1), (threads, self.options.get("blocks", 1))
+            kernel = kernels.packed_score_kernel(lanes, quads, rows, turns > 1, bounds)
             arguments = flat, count, *others
         else:
             kernel, rows, turns = kernels.row_major_kernel(lanes, whole), kernels.ROWS, 1
