@@ -31,6 +31,7 @@ from numbaknn.kernels import (
 )
 from numbaknn.launch import has_device
 from numbaknn.plans.dense import TILES
+from numbaknn.plans.rows import MOST_TURN, TURNS
 
 REAL = "REAL"
 
@@ -221,8 +222,13 @@ KERNELS |= {
         rows.layer_norm_kernel(64, 3, False, False, 1, False), (46, 65), scalars="eps"
     ),
     "wide_layer_norm_kernel": Entry(rows.wide_layer_norm_kernel(512, True), (42, 52), loads=5, stores=1, scalars="eps"),
-    "transpose_kernel": Entry(rows.transpose_kernel(True), (48,), loads=4, stores=1, own=WORDS),
-    "transpose_kernel[unaligned]": Entry(rows.transpose_kernel(False), (64,), own=WORDS),
+    "transpose_kernel": Entry(
+        rows.transpose_kernel(MOST_TURN, True), (48,), loads=4, stores=4, own=WORDS, threads=(256, 4)
+    ),
+    "transpose_kernel[narrow]": Entry(
+        rows.transpose_kernel(TURNS[0][1], True), (48,), loads=4, stores=4, own=WORDS, threads=(256, 4)
+    ),
+    "transpose_kernel[unaligned]": Entry(rows.transpose_kernel(MOST_TURN, False), (64,), own=WORDS),
 }
 
 # Pooling: by where the weights are.

@@ -348,6 +348,20 @@ def rows_of_operation(name, arguments, options, arrays, sizes, by_columns=False,
     return [array.copy_to_host() for array in outputs]
 
 
+def turned_by(x, turn):
+    """A table in Fortran order, flat, by blocks with this tile."""
+    from numba import cuda
+
+    from numbaknn.arrays import NumbaDevice
+    from numbaknn.plans import rows as plans
+
+    y = cuda.device_array(x.size, x.dtype)
+    flat, turned = (NumbaDevice().flat(array, x.dtype) for array in (cuda.to_device(x), y))
+    memory = plans.Memory(flat, False, x.shape[1])
+    plans.turning_launch(memory, *x.shape, turned, plans.Turn(*turn)).run(0)
+    return y.copy_to_host()
+
+
 def product_in_tiles(x, weight, tile):
     """x times weight, turned, with blocks of this tile."""
     from numba import cuda

@@ -716,6 +716,24 @@ def test_simulated_turn(simulated, shape, rng):
     assert strides[0] == x.itemsize or shape[0] == 1
 
 
+TILES = [(64, 64, 64, True), (128, 32, 128, False), (128, 64, 64, False), (64, 16, 64, True), (256, 32, 256, False)]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("shape", [(140, 36), (67, 70)], ids=str)
+def test_simulated_turns_that_measurements_may_choose(simulated, shape, tile, rng):
+    x = rng.normal(size=shape).astype(F32)
+    turned = simulated(simulator.turned_by, x, tile)
+    np.testing.assert_array_equal(turned.reshape(x.shape[::-1]), x.T)
+
+
+@pytest.mark.parametrize("shape", [(300, 16), (300, 15), (150, 32), (5, 20)], ids=str)
+def test_simulated_turn_of_narrow_tables(simulated, shape, rng):
+    x = rng.normal(size=shape).astype(F32)
+    _, turned = simulated(simulator.strides_on_device, x, "c")
+    np.testing.assert_array_equal(turned, x)
+
+
 @pytest.mark.parametrize("dtype", ["i1", "f2", "f8"])
 @pytest.mark.parametrize("layout", ["fortran", "every other row", "columns of a wider one"])
 def test_simulated_turn_of_layouts(simulated, layout, dtype, rng):

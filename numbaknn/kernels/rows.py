@@ -7,6 +7,7 @@ one warp by one exchange in shared memory. rowwise.py has the order of the sums.
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, int64
@@ -627,63 +628,97 @@ def wide_layer_norm_kernel(lanes, whole):
 
 # -- From C order to Fortran order ---------------------------------------------------------------------------------------
 
-# A tile has as many rows as columns; a block of TILE_THREADS moves it, sixteen elements a thread.
-TILE = 64
-TILE_LENGTH = TILE * TILE
-TILE_THREADS = 256
+
+class Turn(NamedTuple):
+    """The tile that a block turns: its rows and columns (multiples of 32 and 16, or of 32), the threads; whether blocks that
+    follow each other go down the rows, or along them."""
+
+    rows: int
+    columns: int
+    threads: int
+    down: bool
+
+
+# Threads side by side that read a row of a tile: 128 bytes of it in words of four bytes.
+ACROSS = 8
 
 
 @device
-def place_in_tile(row, column):
+def place_in_tile(row, column, rows, columns):
     """Where an element of a tile is kept: column after column, so that four rows are one access, the quads of rows
     permuted by the column, so that the 32 elements that a warp writes at a time lie in 32 banks."""
-    return column * TILE + ((row // 4) ^ (column // 4 % 8)) * 4 + row % 4
+    by = column // 4 * max(1, 4 * ACROSS // columns) % ACROSS
+    return column * rows + ((row // 4) ^ by) * 4 + row % 4
 
 
 @device
-def put_quad(tile, quad, row, column):
-    for n in range(4):
-        tile[place_in_tile(row, column + n)] = element(quad, n)
+def quad_of_tile(n, others):
+    """Where in the tile the n-th quad is that a thread reads: (row, column)."""
+    thread, columns, threads = others
+    across = min(ACROSS, columns // 4)
+    blocks = columns // (4 * across)  # of columns
+    return thread // across + n // blocks * (threads // across), thread % across * 4 + n % blocks * (4 * across)
 
 
 @device
-def quad_or_any(x, row, column, stride, count, width, whole):
-    """Four columns of a row; anything where there is no such row, or column."""
+def quad_or_any(n, others):
+    """The n-th quad; anything where there is no such row, or column."""
+    x, first_row, first_column, stride, count, width, whole, of_tile = others
+    row, column = quad_of_tile(n, of_tile)
+    row, column = first_row + row, first_column + column
     inside = row < count and column < width
     base = row * stride if inside else 0
     return load_quad(x, base + (column if inside else 0), base + width, whole)
 
 
-@cache
-def transpose_kernel(whole):
-    """whole: rows and columns come in whole quads, at multiples of their size."""
-    WHOLE = whole
+@device
+def put_quad(n, quad, others):
+    tile, rows, of_tile = others
+    row, column = quad_of_tile(n, of_tile)
+    # the four columns of a quad have the same permutation
+    store_spread(tile, place_in_tile(row, column, rows, of_tile[1]), rows, quad)
+    return n + 1
 
-    @kernel
+
+@device
+def write_turned(column, n, others):
+    """Write four rows of a column of the tile; the next column that the thread has."""
+    tile, row, of_tile, first_row, first_column, count, width, y, whole = others
+    _, columns, threads = of_tile
+    rows = tile.size // columns
+    if first_column + column < width:
+        quad = load_vector(tile, place_in_tile(row, column, rows, columns), QUAD)
+        write_quad(y, (first_column + column) * count, first_row + row, count, quad, whole)
+    return column + threads * 4 // rows
+
+
+@cache
+def transpose_kernel(turn, whole):
+    """whole: rows and columns come in whole quads, at multiples of their size."""
+    ROWS_OF_TILE, COLUMNS, THREADS, DOWN = turn
+    WHOLE = whole
+    LENGTH = ROWS_OF_TILE * COLUMNS
+    QUADS = ROWS_OF_TILE // 4
+    numbers = tuple(range(LENGTH // (4 * THREADS)))
+
+    # with a number of blocks the assembler sends all reads off before it waits for the first
+    @kernel((THREADS, 1024 // THREADS) if whole else None)
     def transpose_kernel(x, stride, count, width, y):
-        """y[column * count + row] = x[row * stride + column]. One tile a block; tiles along a row follow each other."""
-        tile = cuda.shared.array(TILE_LENGTH, x.dtype)
-        thread = cuda.threadIdx.x
-        across = (width + TILE - 1) // TILE
-        first_row, first_column = cuda.blockIdx.x // across * TILE, cuda.blockIdx.x % across * TILE
-        # a warp reads eight quads of four rows: 128 bytes of each
-        row, column = thread // 8, thread % 8 * 4
-        half = TILE // 2
-        a = quad_or_any(x, first_row + row, first_column + column, stride, count, width, WHOLE)
-        b = quad_or_any(x, first_row + row, first_column + column + half, stride, count, width, WHOLE)
-        c = quad_or_any(x, first_row + row + half, first_column + column, stride, count, width, WHOLE)
-        d = quad_or_any(x, first_row + row + half, first_column + column + half, stride, count, width, WHOLE)
-        put_quad(tile, a, row, column)
-        put_quad(tile, b, row, column + half)
-        put_quad(tile, c, row + half, column)
-        put_quad(tile, d, row + half, column + half)
+        """y[column * count + row] = x[row * stride + column]. One tile a block."""
+        tile = cuda.shared.array(LENGTH, x.dtype, alignment=16)
+        thread = int64(cuda.threadIdx.x)
+        tiles = (count + ROWS_OF_TILE - 1) // ROWS_OF_TILE if DOWN else (width + COLUMNS - 1) // COLUMNS
+        # in 32 bits, where a division takes a quarter of the time
+        line = int64(np.uint32(np.uint32(cuda.blockIdx.x) // np.uint32(tiles)))
+        place = int64(cuda.blockIdx.x) - line * tiles
+        first_row = (place if DOWN else line) * ROWS_OF_TILE
+        first_column = (line if DOWN else place) * COLUMNS
+        of_tile = thread, COLUMNS, THREADS
+        quads = mapped(quad_or_any, numbers, (x, first_row, first_column, stride, count, width, WHOLE, of_tile))
+        fold(put_quad, 0, quads, (tile, ROWS_OF_TILE, of_tile))
         cuda.syncthreads()
-        # a warp writes sixteen quads of rows in two columns
-        row = thread % 16 * 4
-        for column in range(thread // 16, TILE, TILE_THREADS // 16):
-            if first_column + column < width and first_row + row < count:
-                quad = load_vector(tile, place_in_tile(row, column), QUAD)
-                base = (first_column + column) * count
-                write_quad(y, base, first_row + row, count, quad, WHOLE)
+        row, column = thread % QUADS * 4, thread // QUADS
+        if first_row + row < count:
+            fold(write_turned, column, numbers, (tile, row, of_tile, first_row, first_column, count, width, y, WHOLE))
 
     return transpose_kernel

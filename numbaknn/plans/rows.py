@@ -14,6 +14,7 @@ import numpy as np
 
 from numbaknn.keeping import Kept
 from numbaknn.kernels import rows as kernels
+from numbaknn.kernels.rows import Turn
 from numbaknn.lanes import EXCHANGE_BYTES
 from numbaknn.launch import Flat, Graph, Launch
 from numbaknn.loops import rows as loops
@@ -37,6 +38,11 @@ COLUMNS_AT_ONCE = 4
 NORM_THREADS = 128
 MOST_QUADS_HELD = 4
 MOST_NORM_LANES = 512
+
+# Tiles of a table that is turned, by the most columns that it has: narrow tables have narrow ones. Eight bytes an element
+# are 32 KiB of shared memory.
+TURNS = (16, Turn(256, 16, 256, False)), (32, Turn(128, 32, 256, False))
+MOST_TURN = Turn(64, 64, 256, False)
 
 # Elements that are worth waking a core for.
 STRETCH_ELEMENTS = 1 << 15
@@ -305,18 +311,15 @@ def turn_on_host(memory, count, width, turned):
 
 
 def turn_on_device(memory, count, width, turned, stream):
+    turning_launch(memory, count, width, turned).run(stream)
+
+
+def turning_launch(memory, count, width, turned, turn=None):
+    """turn: the tile, for experiments alone."""
     integer = np.dtype(f"i{np.dtype(turned.dtype).itemsize}")
     flat, turned = memory.flat.viewed(integer), turned.viewed(integer)
     whole = width % 4 == 0 and count % 4 == 0 and memory.stride % 4 == 0 and is_aligned(flat, turned)
-    tiles = -(-count // kernels.TILE) * -(-width // kernels.TILE)
-    launch = Launch(
-        kernels.transpose_kernel(whole),
-        tiles * kernels.TILE_THREADS,
-        kernels.TILE_THREADS,
-        flat,
-        memory.stride,
-        count,
-        width,
-        turned,
-    )
-    launch.run(stream)
+    turn = turn or next((turn for most, turn in TURNS if width <= most), MOST_TURN)
+    tiles = -(-count // turn.rows) * -(-width // turn.columns)
+    kernel = kernels.transpose_kernel(turn, whole)
+    return Launch(kernel, tiles * turn.threads, turn.threads, flat, memory.stride, count, width, turned)
