@@ -56,9 +56,10 @@ class Slot:
     def __init__(self, in_bytes, out_bytes):
         self.stream = launch.new_stream()
         self.host_in, self.host_out = launch.page_locked(in_bytes), launch.page_locked(out_bytes)
+        self.in_address, self.out_address = self.host_in.ctypes.data, self.host_out.ctypes.data
         self.device_in, self.device_out = _device_bytes(in_bytes), _device_bytes(out_bytes)
         self.launches = Kept(MOST_KEPT_LAUNCHES)
-        self.results = None  # pieces that copy the results of the last chunk to where they belong
+        self.results = ()  # copies of the results of the last chunk to where they belong
 
     def launch(self, key, rows, table, parameters, results, make):
         """The launch for a chunk of so many rows in this slot, made once for a key."""
@@ -70,11 +71,11 @@ class Slot:
         return self.launches.get((key, rows), make_here)
 
     def collect(self):
-        """The pieces of the chunk that the slot has worked on, once it is done."""
-        pieces, self.results = self.results, None
-        if pieces is not None:
+        """The copies of the results of the chunk that the slot has worked on, once it is done."""
+        copies, self.results = self.results, ()
+        if copies:
             launch.wait_for(self.stream)
-        return pieces
+        return copies
 
 
 class Ring:
@@ -155,31 +156,33 @@ class Table:
         self._is_one_line = packed and not by_columns and array.flags.c_contiguous
         self._is_lines = packed and by_columns and lines.strides[0] > 0
         as_it_is = self._is_one_line or self._is_lines
+        self._address = array.ctypes.data
         self._in_place = as_it_is and launch.is_page_locked(*np.lib.array_utils.byte_bounds(array))
 
     @property
     def row_bytes(self):
         return self.width * self.dtype.itemsize
 
-    def pieces(self, first, last, target):
-        """Pieces that copy the rows first..last - 1 to `target`; none where that needs no copy, or has been done here."""
+    def copies(self, first, last, staged, address):
+        """What copies the rows first..last - 1 into staging memory, and its address; none where that needs no copy, or has
+        been done here."""
         if self._in_place:
-            return None
-        rows = self.array[first:last]
+            return ()
         if self._is_one_line:
-            return cut(target.ctypes.data, rows.ctypes.data, rows.nbytes)
+            return (one_line(address, self._address + first * self.row_bytes, (last - first) * self.row_bytes),)
+        rows = self.array[first:last]
         if self._is_lines:
-            columns = np.arange(self.width)
             size = len(rows) * self.array.itemsize
-            return cut(target.ctypes.data + size * columns, rows.ctypes.data + rows.strides[1] * columns, size)
+            source = self._address + first * self.array.itemsize
+            return ((address, size, source, self.array.strides[1], self.width, size),)
         lines = rows.T if self.by_columns else rows
         np.copyto(
-            target[: lines.size * self.dtype.itemsize].view(self.dtype).reshape(lines.shape), lines, casting="unsafe"
+            staged[: lines.size * self.dtype.itemsize].view(self.dtype).reshape(lines.shape), lines, casting="unsafe"
         )
-        return None
+        return ()
 
     def upload(self, first, last, staged, flat, stream):
-        """Send the rows first..last - 1 to the device, from where `pieces` has put them."""
+        """Send the rows first..last - 1 to the device, from where `copies` has put them."""
         rows = self.array[first:last]
         if not self._in_place:
             launch.upload(flat, staged[: len(rows) * self.row_bytes], stream)
@@ -189,15 +192,9 @@ class Table:
             launch.upload_lines(flat, rows.T, stream)
 
 
-def cut(targets, sources, size):
-    """Pieces for lines of `size` bytes at these addresses, none longer than PIECE_BYTES."""
-    offsets = np.arange(0, size, PIECE_BYTES)
-    targets, sources = np.atleast_1d(targets), np.atleast_1d(sources)
-    pieces = np.empty((len(targets), len(offsets), 3), np.int64)
-    pieces[:, :, 0] = targets[:, None] + offsets
-    pieces[:, :, 1] = sources[:, None] + offsets
-    pieces[:, :, 2] = np.minimum(PIECE_BYTES, size - offsets)
-    return pieces.reshape(-1, 3)
+def one_line(target, source, size):
+    """A copy, as loops/staging.py has them, of so many bytes from one address to another."""
+    return target, 0, source, 0, 1, size
 
 
 class Results:
@@ -205,6 +202,7 @@ class Results:
 
     def __init__(self, *outputs):
         self._outputs = [(flat, width, flat.itemsize * width) for flat, width in outputs]
+        self._addresses = [flat.ctypes.data for flat, _ in outputs]
         self.row_bytes = sum(row_bytes for *_, row_bytes in self._outputs)
 
     def size(self, rows):
@@ -219,26 +217,28 @@ class Results:
             first += aligned(rows * row_bytes)
         return flats
 
-    def pieces(self, first, last, source):
-        """Pieces that copy the results of the rows first..last - 1 from a slot's host memory to where they belong."""
-        found, start = [], source.ctypes.data
-        for flat, _, row_bytes in self._outputs:
+    def copies(self, first, last, source):
+        """What copies the results of the rows first..last - 1 from an address of a slot's host memory to where they
+        belong."""
+        found = []
+        for address, (_, _, row_bytes) in zip(self._addresses, self._outputs):
             size = (last - first) * row_bytes
-            found.append(cut(flat.ctypes.data + first * row_bytes, start, size))
-            start += aligned(size)
-        return np.concatenate(found)
+            found.append(one_line(address + first * row_bytes, source, size))
+            source += aligned(size)
+        return found
 
 
 # All cores are at the disposal of one thread of the caller at a time; not every threading layer of Numba shares them out.
 _copying = Lock()
 
 
-def copy_all(*pieces):
-    pieces = [some for some in pieces if some is not None]
-    if pieces:
-        pieces = np.concatenate(pieces)
+def copy_all(done, table=()):
+    """Make copies of results and of a table."""
+    copies = [*done, *table]
+    if copies:
+        copies = np.array(copies, np.int64)
         with _copying:
-            copy_pieces(pieces)
+            copy_pieces(copies, PIECE_BYTES)
 
 
 def stream_rows(table, parameters, results, key, make_launch, advance):
@@ -258,18 +258,18 @@ def stream_rows(table, parameters, results, key, make_launch, advance):
         for number, first in enumerate(range(0, table.rows, most_rows)):
             slot, last = ring.slots[number % SLOTS], min(first + most_rows, table.rows)
             rows = last - first
-            copy_all(slot.collect(), table.pieces(first, last, slot.host_in))
+            copy_all(slot.collect(), table.copies(first, last, slot.host_in, slot.in_address))
             table.upload(first, last, slot.host_in, slot.device_in, slot.stream)
             slot.launch(key, rows, table, flats, results, make_launch).run(slot.stream)
             launch.download(slot.host_out[: results.size(rows)], slot.device_out, slot.stream)
-            slot.results = results.pieces(first, last, slot.host_out)
+            slot.results = results.copies(first, last, slot.out_address)
             advance(rows)
         for later in range(number + 1, number + 1 + SLOTS):
             copy_all(ring.slots[later % SLOTS].collect())
     except BaseException:
         for slot in ring.slots:  # nothing may be under way when the caller's arrays go
             launch.wait_for(slot.stream)
-            slot.results = None
+            slot.results = ()
         raise
     finally:
         _pool.give_back(taken)

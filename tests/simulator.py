@@ -419,8 +419,8 @@ def stream_page_locked(name, arrays, **options):
 
     staged, before = [], (launch.is_page_locked, streaming.copy_all)
 
-    def copy_all(done, table=None):
-        staged.append(table is not None)
+    def copy_all(done, table=()):
+        staged.append(len(table) > 0)
         before[1](done, table)
 
     launch.is_page_locked, streaming.copy_all = lambda first, last: True, copy_all

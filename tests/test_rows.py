@@ -13,6 +13,7 @@ import pytest
 import simulator
 
 import numbaknn
+from numbaknn.loops.staging import copy_pieces
 from numbaknn.plans import rows as plans
 from numbaknn.rowwise import partial_sums
 
@@ -760,3 +761,21 @@ def test_simulated_plan(simulated, layouts, rng):
     answers, _ = simulated(simulator.planned_rows, "layer_norm", draws, layouts)
     for (answer,), arrays in zip(answers, draws):
         np.testing.assert_array_equal(answer, norm(*arrays), strict=True)
+
+
+# -- Copies between the caller's memory and page-locked memory -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [1, 7, 64, 10_000])
+def test_copies_in_pieces(piece, rng):
+    """Lines with steps and single lines, none longer than a piece at a time; an empty one among them."""
+    source, target = rng.integers(0, 256, 3000).astype(np.uint8), np.zeros(3000, np.uint8)
+    copies = [(5, 100, 0, 50, 7, 40), (1000, 0, 2000, 0, 1, 333), (0, 0, 0, 0, 1, 0), (2000, 30, 11, 200, 4, 29)]
+    right = target.copy()
+    for to, to_step, of, of_step, lines, size in copies:
+        for line in range(lines):
+            right[to + line * to_step :][:size] = source[of + line * of_step :][:size]
+    here, there = target.ctypes.data, source.ctypes.data
+    rows = [(here + to, to_step, there + of, of_step, *rest) for to, to_step, of, of_step, *rest in copies]
+    copy_pieces(np.array(rows, np.int64), piece)
+    np.testing.assert_array_equal(target, right)
