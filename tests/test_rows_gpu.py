@@ -13,7 +13,7 @@ import pytest
 import test_gpu
 from numba import cuda
 from test_gpu import Busy, Cupy, Numba, Torch, module
-from test_rows import LAYOUTS, NORM_WIDTHS, WIDTHS, draw, draw_norm, in_order, normal
+from test_rows import LAYOUTS, NORM_WIDTHS, NORMS, SCORES, TILES, WIDTHS, draw, draw_norm, in_order, normal
 
 import numbaknn
 from numbaknn import streaming
@@ -156,16 +156,49 @@ def test_norm(width, dtype, rng):
     same([numbaknn.layer_norm(x, weight, bias, target="cuda")], [right])
 
 
-@pytest.mark.parametrize("lanes", [32, 64, 128])
-def test_norm_with_other_lanes(lanes, rng):
+@pytest.mark.parametrize("width, by_columns, options", SCORES, ids=str)
+def test_scores_that_measurements_may_choose(width, by_columns, options, rng):
     library = Cupy()
-    x, weight, bias = draw_norm(rng, 999, 768)
-    operation = plans.Norm(999, 768, F32, 1e-5, lanes=lanes)
+    for count in (1000, 1001, 5):
+        x, *parameters = draw(rng, count, width)
+        right = numbaknn.row_score(x, *parameters, target="cpu")
+        operation = plans.Score(count, width, F32, 5.0, 0.0, **options)
+        flat = np.ascontiguousarray(x.T if by_columns else x).reshape(-1)
+        arrays = [library.put(array) for array in (flat, *parameters, *map(np.zeros_like, right))]
+        flats = [plans.Flat(array, array.data.ptr, array.size, array.dtype) for array in arrays]
+        memory = plans.Memory(flats[0], by_columns, count if by_columns else width)
+        launch = operation.launch(memory, count, flats[1:4], flats[4:])
+        library.wait()
+        launch.run(0)
+        library.wait()
+        same([library.get(array) for array in arrays[4:]], right)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_turns_that_measurements_may_choose(tile, rng):
+    library = Cupy()
+    for shape in ((1000, 64), (1001, 65), (70, 300)):
+        x = rng.normal(size=shape).astype(F32)
+        arrays = library.put(x), library.put(np.zeros(shape[::-1], F32))
+        flats = [plans.Flat(array, array.data.ptr, array.size, array.dtype) for array in arrays]
+        launch = plans.turning_launch(plans.Memory(flats[0], False, shape[1]), *shape, flats[1], plans.Turn(*tile))
+        library.wait()
+        launch.run(0)
+        library.wait()
+        same([library.get(arrays[1])], [x.T])
+
+
+@pytest.mark.parametrize("options", [{"lanes": 128}, {"lanes": 32}, {"lanes": 64, "threads": 256}, *NORMS], ids=str)
+@pytest.mark.parametrize("width", [768, 770])
+def test_norms_that_measurements_may_choose(options, width, rng):
+    library = Cupy()
+    x, weight, bias = draw_norm(rng, 999, width)
+    operation = plans.Norm(999, width, F32, 1e-5, **options)
     right = np.empty(x.size, F32)
-    plans.run_on_host(operation, plans.Memory(x.reshape(-1), False, 768), [weight, bias], [right])
+    plans.run_on_host(operation, plans.Memory(x.reshape(-1), False, width), [weight, bias], [right])
     arrays = [library.put(array) for array in (x.reshape(-1), weight, bias, right * 0)]
     flats = [plans.Flat(array, array.data.ptr, array.size, array.dtype) for array in arrays]
-    launch = operation.launch(plans.Memory(flats[0], False, 768), 999, flats[1:3], flats[3:])
+    launch = operation.launch(plans.Memory(flats[0], False, width), 999, flats[1:3], flats[3:])
     library.wait()
     launch.run(0)
     library.wait()

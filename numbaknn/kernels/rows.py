@@ -332,6 +332,10 @@ def tree_of(sums):
     return total(last_two[0], last_two[1])
 
 
+# Parts that a thread takes one after the other, at most: 32 sums of four columns each, for which `carried` has room.
+MOST_TURNS = 8
+
+
 @device
 def carried(number, sums, kept_sums, levels):
     """Sums that come one after the other, 2^levels of them, added as a binary tree, neighbours first: what the last one and

@@ -121,7 +121,7 @@ class Score:
     def _launch_columns(self, memory, count, parameters, others):
         flat, _, stride = memory
         parts = min(next_power_of_two(-(-self.width // len(PART))), self.partials // len(PART))
-        at_once = min(parts, self.options.get("parts", len(EIGHT)))
+        at_once = max(min(parts, self.options.get("parts", len(EIGHT))), parts // kernels.MOST_TURNS)
         threads = self.threads or COLUMN_THREADS
         quads = min(max(threads // at_once, COLUMN_QUADS), kernels.MOST_FEATURE_MAJOR_THREADS // at_once)
         whole = stride % 4 == 0 and count % 4 == 0 and is_aligned(flat)
