@@ -24,8 +24,8 @@ def plan(function: Callable, *arrays: Any, **options: Any) -> Plan:
     Parameters
     ----------
     function : callable
-        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score`, `numbaknn.layer_norm`, `numbaknn.voxel_pool` or
-        `numbaknn.voxel_downsample`.
+        `numbaknn.knn`, the `query` of a `GridIndex`, `numbaknn.row_score`, `numbaknn.layer_norm`, `numbaknn.linear`,
+        `numbaknn.voxel_pool` or `numbaknn.voxel_downsample`.
     *arrays : array
         Examples of the arrays of the call: they fix shapes, dtypes, device and library. Their values don't matter.
     **options
