@@ -81,11 +81,11 @@ class _Multiplying(TableCall):
         errors.check_real("x", x.dtype)
         width = x.shape[-1]
         weight = adopt_beside("weight", weight, x)
-        errors.check_weight(weight.shape, width)
+        errors.check_matrix(weight.shape, width)
         parameters = [weight]
         if bias is not None:
             bias = adopt_beside("bias", bias, x)
-            errors.check_bias(bias.shape, weight.shape[0])
+            errors.check_outputs(bias.shape, weight.shape[0])
             parameters.append(bias)
         errors.check_choice("activation", activation, ACTIVATIONS)
         super().__init__(x, parameters, False, target)

@@ -156,7 +156,7 @@ def check_size(name, value):
     return size
 
 
-def check_weight(shape, width):
+def check_matrix(shape, width):
     """Rows of as many features as x has."""
     if len(shape) != 2 or shape[1] != width:
         raise ValueError(
@@ -164,7 +164,7 @@ def check_weight(shape, width):
         )
 
 
-def check_bias(shape, width):
+def check_outputs(shape, width):
     """One entry an output."""
     if tuple(shape) != (width,):
         raise ValueError(f"bias must have one entry a row of weight, shape ({width},), came with shape {tuple(shape)}")

@@ -774,7 +774,6 @@ def test_every_instruction_is_compared():
     compared += "load_up_to load_quads load_quads_up_to kept real_of copy_bytes larger joined converted stays_apart"
     compared += " load_now store_now"
 
-
     compared += (
         "load_up_to load_quads load_quads_up_to kept real_of copy_bytes outer_added of_each mapped load_elements "
     )
