@@ -511,7 +511,7 @@ def main():
     measure(page, (4, 1024, 32, 32, 32), [{"small_points": 0}], alternative=False)
     measure(page, (64, 1024, 16, 0, 32), [{"small_points": 0}], alternative=False)
     measure(page, (1, 1_000_000, 64, 0, 32), [], stages=True)
-    measure(page, (1, 1_000_000, 64, 0, 1), [], stages=True, repeats=2)  # everything in one voxel
+    measure(page, (1, 1_000_000, 64, 0, 1), [], repeats=2)  # everything in one voxel
     measure_calls(page, LARGE_PLAIN)
     measure_cupy(page, [HOT, LARGE])
     measure_torch(page, [HOT, LARGE, LARGE_PLAIN], arguments.patience)

@@ -37,9 +37,9 @@ from numbaknn.geometry import (
 )
 from numbaknn.jit import device
 
-# More points than this make a cell a crowd. With four points a cell on average no cell of a regular cloud is one, and a
-# crowd holds more points than any list that is kept in registers.
-CROWD = 32
+# More points than this make a cell a crowd. A regular cloud has none: a solid has four points a cell on average, and a
+# surface of a million, whose cells can't be as small as they should be, up to some thirty.
+CROWD = 64
 
 # How often a crowd may be refined.
 REFINEMENTS = 2

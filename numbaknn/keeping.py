@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from threading import Lock
+from threading import RLock
 
 
 class Kept:
@@ -12,7 +12,7 @@ class Kept:
     def __init__(self, most):
         self._most = most
         self._items = OrderedDict()
-        self._lock = Lock()
+        self._lock = RLock()
 
     def get(self, key, make):
         with self._lock:
@@ -20,9 +20,8 @@ class Kept:
             if item is not None:
                 self._items.move_to_end(key)
                 return item
-        item = make()
-        with self._lock:
-            self._items[key] = item
+            # with the lock held: two threads that ask for the same must get the same, not each its own
+            item = self._items[key] = make()
             while len(self._items) > self._most:
                 self._items.popitem(last=False)
         return item

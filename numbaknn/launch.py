@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from threading import Lock
+from threading import Lock, local
 
 import numpy as np
 from numba import cuda, types
@@ -212,6 +212,7 @@ class Graph:
         if SIMULATED:
             self.run(addresses, stream, values)
             return
+        _enter_context()
         with self._lock:
             if addresses != self._addresses or (values is not None and values != self._values):
                 self._take(addresses, self._values if values is None else values)
@@ -242,6 +243,17 @@ class Graph:
         if not SIMULATED and getattr(self, "_executable", None) is not None:
             driver.cuGraphExecDestroy(self._executable)
             driver.cuGraphDestroy(self._graph)
+
+
+_thread = local()
+
+
+def _enter_context():
+    """Make the device's context the one of this thread, if it has not used CUDA before: changing a graph without one ends
+    the process."""
+    if not hasattr(_thread, "entered"):
+        cuda.current_context()
+        _thread.entered = True
 
 
 def is_capturing(stream):

@@ -214,6 +214,8 @@ class _Pooling:
             raise ValueError("out must be writeable, came as a read-only array")
         packed = [prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         strides = adopted.strides or [None] * len(packed)
+        if adopted.strides is None and getattr(adopted.array, "is_contiguous", lambda: False)():
+            strides = packed  # a bfloat16, of which no other library knows
         if prod(self.shape) and any(
             have != want and length > 1 for have, want, length in zip(strides, packed, self.shape)
         ):

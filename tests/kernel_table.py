@@ -31,6 +31,7 @@ from numbaknn.kernels import (
 )
 from numbaknn.launch import has_device
 from numbaknn.plans.dense import TILES
+from numbaknn.plans.neighbors import CROWD_BLOCKS
 from numbaknn.plans.rows import MOST_TURN, TURNS
 
 REAL = "REAL"
@@ -104,10 +105,10 @@ KERNELS = {
     "clear_crowds_kernel": Entry(crowds.clear_crowds_kernel, (32,)),
     "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (20, 20)),
     "frames_of_crowds_kernel": Entry(crowds.frames_of_crowds_kernel, (38, 40), fused=True),
-    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (28, 31)),
+    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (32, 32)),
     "scan_tiles_of_crowds_kernel": Entry(crowds.scan_tiles_of_crowds_kernel, (32,)),
     "scan_sums_of_crowds_kernel": Entry(crowds.scan_sums_of_crowds_kernel, (32,)),
-    "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (20,)),
+    "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (34,)),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
     "pack_batch_kernel": Entry(
         copying.pack_batch_kernel, (26,), own={"source": strided(types.float16, 3), "target": types.float32}
@@ -140,9 +141,15 @@ for among_themselves in (False, True):
     KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (74, 108), loads=4)
 KERNELS |= {
     f"knn_among_crowds_kernel[{slots}]": Entry(
-        neighbors.knn_among_crowds_kernel(slots), (255, 255), loads=1, scalars="shrink", calls=True
+        neighbors.knn_among_crowds_kernel(slots, blocks),
+        (512 // blocks,) * 2,
+        loads=1,
+        scalars="shrink",
+        calls=True,
+        threads=(neighbors.CROWD_THREADS, blocks),
     )
     for slots in (1, *KNN_REGISTERS)
+    for blocks in [CROWD_BLOCKS[slots > 8]]
 }
 
 KERNELS |= {

@@ -105,9 +105,10 @@ def clear_crowds_kernel(crowded, boxes, first_entry, starts):
 
 @kernel
 def bounds_of_crowds_kernel(points, dimensions, rows, level, crowded, starts, cells, boxes):
-    """The boxes around the points of the crowds. One thread a point."""
-    row = cuda.grid(1)
-    if crowded[level - 1] != 0 and row < rows:
+    """The boxes around the points of the crowds."""
+    if crowded[level - 1] == 0:
+        return
+    for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
         grow_box_of_crowd(row, level, points, dimensions, rows, starts, cells, boxes)
 
 
@@ -121,10 +122,10 @@ def frames_of_crowds_kernel(rows, level, first_entry, largest, smallest, eps, cr
 
 @kernel
 def cells_of_crowds_kernel(points, dimensions, rows, level, first_entry, frames, shapes, crowded, starts, cells, ranks):
-    """The cell of each point of a crowd in the crowd's grid, its rank there, and the counts of these cells. One thread a
-    point."""
-    row = cuda.grid(1)
-    if crowded[level - 1] != 0 and row < rows:
+    """The cell of each point of a crowd in the crowd's grid, its rank there, and the counts of these cells."""
+    if crowded[level - 1] == 0:
+        return
+    for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
         begin, count = stretch_of(row, starts, cells)
         if count > CROWD:
             entry = entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes)
@@ -152,7 +153,8 @@ def scan_sums_of_crowds_kernel(level, tiles, crowded, sums):
 
 @kernel
 def add_sums_of_crowds_kernel(level, first_entry, entries, tile, crowded, sums, starts):
-    """Add to each cell what lies before its tile. One thread a cell."""
-    entry = cuda.grid(1)
-    if crowded[level - 1] != 0 and entry < entries:
+    """Add to each cell what lies before its tile."""
+    if crowded[level - 1] == 0:
+        return
+    for entry in range(cuda.grid(1), entries, cuda.gridsize(1)):
         starts[first_entry + entry] += sums[entry // tile]

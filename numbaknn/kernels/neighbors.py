@@ -27,6 +27,8 @@ from numbaknn.topk import before
 
 # Threads that share a query of nearest_kernel which has to go on.
 HELPERS = min(8, WARP)
+# Threads of a block for clouds with crowds.
+CROWD_THREADS = 128
 # Queries of the largest block.
 MOST_QUERIES = 256
 
@@ -140,11 +142,12 @@ def knn_eps_kernel(capacity, among_themselves):
 
 
 @cache
-def knn_among_crowds_kernel(capacity):
-    """The kernel for clouds with crowds, for lists of this capacity."""
+def knn_among_crowds_kernel(capacity, blocks):
+    """The kernel for clouds with crowds, for lists of this capacity, of which a multiprocessor works on so many blocks: more
+    of them have fewer registers each, and wait less for memory."""
     slots = (0,) * capacity
 
-    @kernel
+    @kernel((CROWD_THREADS, blocks))
     def knn_among_crowds_kernel(
         query_count,
         queries,

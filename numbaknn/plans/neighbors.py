@@ -20,7 +20,13 @@ from numbaknn.keeping import Kept
 from numbaknn.kernels import binning as stages
 from numbaknn.kernels import crowds as crowd_stages
 from numbaknn.kernels.lists import MOST_THREADS, list_kernel, long_list_kernel
-from numbaknn.kernels.neighbors import knn_among_crowds_kernel, knn_eps_kernel, knn_kernel, nearest_kernel
+from numbaknn.kernels.neighbors import (
+    CROWD_THREADS,
+    knn_among_crowds_kernel,
+    knn_eps_kernel,
+    knn_kernel,
+    nearest_kernel,
+)
 from numbaknn.launch import Graph, Launch, is_capturing
 from numbaknn.loops import binning as binning_loops
 from numbaknn.loops import crowds as crowd_loops
@@ -42,6 +48,9 @@ SCATTERING_THREADS = 64
 # Blocks of the bounding box and of clearing: two for every multiprocessor of the largest GPU, few enough that their
 # atomics don't queue.
 MOST_BLOCKS = 264
+# Multiprocessors of the largest GPU, and the blocks that each has of a query among crowds: for lists of up to 8, and longer.
+MULTIPROCESSORS = 132
+CROWD_BLOCKS = (4, 3)
 
 # The cells of a cloud that is built in one block, at most: 16-bit counters in 55 KiB of shared memory, which every GPU
 # since compute capability 7.5 has.
@@ -268,8 +277,9 @@ class DeviceGrid:
         )
         tile = threads * COUNTS_A_THREAD
         tiles, crowds = -(-entries // tile), most_crowds.py_func(rows)
-        cleared = min(REFINEMENTS * entries, MOST_BLOCKS * threads)
-        launches = [Launch(crowd_stages.clear_crowds_kernel, cleared, threads, crowded, boxes, first_entry, starts)]
+        # few blocks, each for one stretch after another: mostly there is nothing to do, and then it is they that take time
+        most_items = min(rows, 4 * MOST_BLOCKS * threads)
+        launches = [Launch(crowd_stages.clear_crowds_kernel, most_items, threads, crowded, boxes, first_entry, starts)]
         for level in range(1, REFINEMENTS + 1):
             here = first_entry, entries
             laid = level, first_entry, *limits, crowded, boxes, *grid
@@ -277,7 +287,7 @@ class DeviceGrid:
             launches += [
                 Launch(
                     crowd_stages.bounds_of_crowds_kernel,
-                    rows,
+                    most_items,
                     threads,
                     *cloud,
                     level,
@@ -287,7 +297,7 @@ class DeviceGrid:
                     boxes,
                 ),
                 Launch(crowd_stages.frames_of_crowds_kernel, crowds, threads, rows, *laid),
-                Launch(crowd_stages.cells_of_crowds_kernel, rows, threads, *cloud, *placed),
+                Launch(crowd_stages.cells_of_crowds_kernel, most_items, threads, *cloud, *placed),
                 Launch(
                     crowd_stages.scan_tiles_of_crowds_kernel,
                     tiles * threads,
@@ -300,7 +310,15 @@ class DeviceGrid:
                 ),
                 Launch(crowd_stages.scan_sums_of_crowds_kernel, ONE_BLOCK, ONE_BLOCK, level, tiles, crowded, sums),
                 Launch(
-                    crowd_stages.add_sums_of_crowds_kernel, entries, threads, level, *here, tile, crowded, sums, starts
+                    crowd_stages.add_sums_of_crowds_kernel,
+                    most_items,
+                    threads,
+                    level,
+                    *here,
+                    tile,
+                    crowded,
+                    sums,
+                    starts,
                 ),
             ]
             first_entry += entries
@@ -352,10 +370,11 @@ class DeviceGrid:
         else:
             kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared)
         among_crowds = among_themselves, k, options.squared, dtype.type(1) if shrink is None else shrink
-        items = min(count, MOST_BLOCKS * QUERY_THREADS)
+        blocks = CROWD_BLOCKS[k > 8]
+        items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
         return [
             Launch(kernel, count, QUERY_THREADS, *asked, *wanted, *answer),
-            Launch(knn_among_crowds_kernel(capacity(k)), items, QUERY_THREADS, *asked, *among_crowds, *answer),
+            Launch(knn_among_crowds_kernel(capacity(k), blocks), items, CROWD_THREADS, *asked, *among_crowds, *answer),
         ]
 
     def query(self, queries, count, options, distances, indices, stream):
