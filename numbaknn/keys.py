@@ -217,3 +217,21 @@ def keys_differ(words, planes, rows, a, b):
     for plane in range(planes):
         different = different or words[np.uintp(plane * rows + a)] != words[np.uintp(plane * rows + b)]
     return different
+
+
+# -- Records of the CPU ------------------------------------------------------------------------------------------------
+
+# Of a record: the bits of the row.
+ROW_BITS = 32
+ROW = (1 << ROW_BITS) - 1
+
+
+@device
+def begins_voxel(place, records, words, rows, planes):
+    """Whether a sorted point is the first of its voxel."""
+    if place == 0:
+        return True
+    record, before = records[place], records[place - 1]
+    if planes == 1:
+        return record >> ROW_BITS != before >> ROW_BITS
+    return keys_differ(words, planes, rows, record & ROW, before & ROW)

@@ -182,6 +182,7 @@ class Graph:
         self._values = [number.value for number in numbers]
         if SIMULATED:
             return
+        _enter_context()
         self._lock = Lock()
         self._addresses = [flat.address for flat in changing]
         self._graph = _checked(driver.cuGraphCreate(0))
@@ -249,8 +250,8 @@ _thread = local()
 
 
 def _enter_context():
-    """Make the device's context the one of this thread, if it has not used CUDA before: changing a graph without one ends
-    the process."""
+    """Make the device's context the one of this thread, if it has not used CUDA before: making or changing a graph without
+    one ends the process."""
     if not hasattr(_thread, "entered"):
         cuda.current_context()
         _thread.entered = True

@@ -225,6 +225,9 @@ KERNELS |= {
     "layer_norm_kernel[64 x 3]": Entry(
         rows.layer_norm_kernel(64, 3, True, True, 1, False), (40, 65), loads=9, stores=3, scalars="eps"
     ),
+    "layer_norm_kernel[32 x 6]": Entry(
+        rows.layer_norm_kernel(32, 6, True, True, 1, False), (46, 78), loads=18, stores=6, scalars="eps"
+    ),
     "layer_norm_kernel[64 x 3 unaligned]": Entry(
         rows.layer_norm_kernel(64, 3, False, False, 1, False), (46, 65), scalars="eps"
     ),

@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 
 from numbaknn.geometry import read_point
-from numbaknn.jit import device, loop, part_of_loop
+from numbaknn.jit import loop, part_of_loop
 from numbaknn.keys import (
     COUNT,
     PASS,
@@ -20,18 +20,16 @@ from numbaknn.keys import (
     PASS_PLANE,
     PASSES,
     PLANES,
+    ROW,
+    ROW_BITS,
+    begins_voxel,
     fits,
-    keys_differ,
     lay_frame,
     plane_of,
     relative_voxel,
 )
 from numbaknn.lanes import as_type_of
 from numbaknn.runs import RUN, met, reference_of, run_from, settled
-
-# Of a record: the bits of the row.
-ROW_BITS = 32
-ROW = (1 << ROW_BITS) - 1
 
 # As a literal it would be a type of its own, for which everything is compiled again.
 START = np.int64(0)
@@ -194,17 +192,6 @@ def sort_loop(rows, frame, words, records, spare, chunks):
 
 
 # -- Where voxels begin --------------------------------------------------------------------------------------------------
-
-
-@device
-def begins_voxel(place, records, words, rows, planes):
-    """Whether a sorted point is the first of its voxel."""
-    if place == 0:
-        return True
-    record, before = records[place], records[place - 1]
-    if planes == 1:
-        return record >> ROW_BITS != before >> ROW_BITS
-    return keys_differ(words, planes, rows, record & ROW, before & ROW)
 
 
 @part_of_loop

@@ -33,10 +33,12 @@ COLUMN_QUADS = 32
 PACKED_ROWS, MOST_PACKED_QUADS = 4, 16
 COLUMNS_AT_ONCE = 4
 
-# Layer norm: a lane holds up to four quads of its row, so that 48 registers do, and a row of 768 is two warps of three.
+# Layer norm: a lane holds up to four quads of its row, or six where a warp then holds all of it, so that 48 registers do.
 # A row of more than 16 warps stays in memory.
 NORM_THREADS = 128
 MOST_QUADS_HELD = 4
+# Six quads spare rows of 768 the exchange between warps (8.6 in place of 9.2 us, docs/measurements/h200-rows-variants.txt).
+MOST_QUADS_A_WARP = 6
 MOST_NORM_LANES = 512
 
 # Tiles of a table that is turned, by the most columns that it has: narrow tables have narrow ones. Eight bytes an element
@@ -204,9 +206,10 @@ class Norm:
 
 
 def norm_lanes(width):
-    """How many lanes hold a row: one quad each up to a warp, then up to MOST_QUADS_HELD, then more warps."""
+    """How many lanes hold a row: one quad each up to a warp, then up to MOST_QUADS_A_WARP, then more warps of up to
+    MOST_QUADS_HELD."""
     quads = -(-width // 4)
-    if quads <= kernels.WARP * MOST_QUADS_HELD:
+    if quads <= kernels.WARP * MOST_QUADS_A_WARP:
         return min(next_power_of_two(quads), kernels.WARP)
     return min(kernels.WARP * next_power_of_two(-(-quads // (kernels.WARP * MOST_QUADS_HELD))), MOST_NORM_LANES)
 
