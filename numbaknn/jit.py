@@ -27,6 +27,7 @@ import contextlib
 import ctypes
 import os
 import sys
+import time
 import types as python
 from pathlib import Path
 
@@ -173,9 +174,17 @@ def _stamp():
 _PACKAGE_STAMP = _stamp()
 
 
+# What is compiled is kept in numbered files, and an index says which file is whose. Two processes that compile at the same
+# time take the same number; a third then finds what the second has compiled, maybe another variant of a kernel, where the
+# first has noted its own. So every process has names of its own; what the index forgets is compiled again.
+_BORN = time.time_ns()
+
+
 def _stamped(dispatcher):
     # private names of numba 0.68 and numba-cuda 0.30.4; tests/test_jit.py fails when they move
-    dispatcher._cache._cache_file._source_stamp = _PACKAGE_STAMP
+    file = dispatcher._cache._cache_file
+    file._source_stamp = _PACKAGE_STAMP
+    file._data_name = lambda number: f"{os.getpid():x}-{_BORN:x}-{file._data_name_pattern.format(number=number)}"
     return dispatcher
 
 

@@ -120,7 +120,7 @@ KERNELS = {
     "interpolate_kernel": Entry(interpolation.interpolate_kernel, (42, 42), own={"values": types.float64}),
 }
 # One block of 1,024 threads in float32, where 64 registers a thread are all that there are, and of 512 in float64.
-for threads, real, registers in ((1024, types.float32, (57, 64, 64)), (512, types.float64, (76, 95, 95))):
+for threads, real, registers in ((1024, types.float32, (64, 64, 64)), (512, types.float64, (76, 95, 95))):
     KERNELS |= {
         f"build_kernel[{threads}, {dimensions}]": Entry(
             binning.build_kernel(threads, dimensions), (most,), fused=True, reals=(real,), threads=threads, calls=True

@@ -167,6 +167,34 @@ def test_caches_bear_the_stamp_of_the_package(function):
     assert function._cache._cache_file._source_stamp == jit._PACKAGE_STAMP
 
 
+TWO_AT_ONCE = """
+import sys
+import numpy as np
+from numbaknn import jit
+from numbaknn.loops import neighbors
+
+def made(step):
+    @jit.part_of_loop
+    def moved(x):
+        return x + step
+    return moved
+
+one, other = made(1), made(1000)
+file = one._cache._cache_file
+print(file._data_name(1), file._data_name(2), other._cache._cache_file._data_name(1))
+"""
+
+
+def test_processes_keep_what_they_compile_in_files_of_their_own(tmp_path):
+    """Two that compile at once must never write to the same file, whatever the index said to them."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO_AT_ONCE)
+    environment = {**os.environ, "PYTHONPATH": str(Path(numbaknn.__file__).parent.parent)}
+    run = lambda: subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True).stdout
+    here, there = run().split(), run().split()
+    assert len(here) == 3 and here[0] != here[1] and not set(here) & set(there)
+
+
 @pytest.mark.parametrize("compiler", [numba.njit(cache=True), cuda.jit(cache=True)], ids=["numba", "numba-cuda"])
 def test_the_private_name_of_the_stamp(compiler):
     """The name that jit.py sets is one that the cache itself has."""
