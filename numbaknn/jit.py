@@ -98,8 +98,8 @@ def device(function):
 
 
 def seldom(function):
-    """A `device` function that few items reach: inlined into kernels, where a call would put its arguments into memory,
-    but called on the CPU, where it would cost the common path its registers."""
+    """A `device` function that few items reach: whether it is inlined is left to the compiler, which inlines it into what is
+    inlined itself. `lanes.stays_apart` has one called on any target."""
 
     return numba.njit(error_model="numpy", **_BORROWING)(function)
 
@@ -128,9 +128,8 @@ def kernel(function=None):
     """A CUDA kernel, compiled at its first launch and kept on disk for the next process.
 
     ``@kernel(threads)`` is for blocks of at most so many threads, among which the registers of a multiprocessor have to
-    be shared out; ``@kernel((threads, blocks))`` if so many blocks have to share it; ``@kernel(None)`` is as
-    ``@kernel``. Link-time optimisation is off: the PTX
-    that the tests read is then the PTX that runs.
+    be shared out; ``@kernel((threads, blocks))`` if so many blocks have to share it; ``@kernel(None)`` is as ``@kernel``.
+    Link-time optimisation is off: the PTX that the tests read is then the PTX that runs.
     """
     if not isinstance(function, python.FunctionType):
         bounds = function
