@@ -81,7 +81,7 @@ def entries_before(slot):
 @device
 def first_record(level, rows):
     """The record of the first crowd of a level: 1 for those among the cells of the first grid, 2 for those among theirs."""
-    return 1 + (level - 1) * (rows // CROWD + 1)
+    return 1 + (level - 1) * most_crowds(rows)
 
 
 @device

@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda
 
 from numbaknn.block import scan_sums, scan_tile
-from numbaknn.crowds import CROWD, REFINEMENTS, cell_in_crowd, entries_before, first_record, lay_crowd
+from numbaknn.crowds import CROWD, REFINEMENTS, cell_in_crowd, entries_before, first_record, lay_crowd, most_crowds
 from numbaknn.geometry import ENTRY, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH, read_point
 from numbaknn.jit import device, kernel
 from numbaknn.lanes import order_key, real_of_key
@@ -116,7 +116,7 @@ def bounds_of_crowds_kernel(points, dimensions, rows, level, crowded, starts, ce
 def frames_of_crowds_kernel(rows, level, first_entry, largest, smallest, eps, crowded, boxes, frames, shapes):
     """Lay the grids of the crowds. One thread a number."""
     number = cuda.grid(1)
-    if crowded[level - 1] != 0 and number <= rows // CROWD:
+    if crowded[level - 1] != 0 and number < most_crowds(rows):
         lay_numbered_crowd(number, level, rows, first_entry, largest, smallest, eps, boxes, frames, shapes)
 
 
