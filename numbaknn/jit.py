@@ -140,7 +140,7 @@ def kernel(function=None):
 def _kernel(function, options):
     if SIMULATED:
         return cuda.jit(_as_python(function, modules={}))
-    return _stamped(cuda.jit(cache=True, lto=False, **options)(function))
+    return _stamped(cuda.jit(cache=True, lto=False, **options)(function), options)
 
 
 def instruction(python_twin):
@@ -179,9 +179,15 @@ _PACKAGE_STAMP = _stamp()
 _BORN = time.time_ns()
 
 
-def _stamped(dispatcher):
+def _stamped(dispatcher, options=None):
+    """The dispatcher, which finds on disk what was compiled from the same sources with the same options: Numba would take a
+    kernel that differs in its launch bounds alone for the same one."""
     # private names of numba 0.68 and numba-cuda 0.30.4; tests/test_jit.py fails when they move
-    file = dispatcher._cache._cache_file
+    cache = dispatcher._cache
+    if options:
+        key_without = cache._index_key
+        cache._index_key = lambda *which: (*key_without(*which), tuple(sorted(options.items())))
+    file = cache._cache_file
     file._source_stamp = _PACKAGE_STAMP
     file._data_name = lambda number: f"{os.getpid():x}-{_BORN:x}-{file._data_name_pattern.format(number=number)}"
     return dispatcher

@@ -56,8 +56,9 @@ def chain(x, weight):
 
 
 def tolerance(features, dtype):
-    """For sums of products of normal variables."""
-    return (8 + 2 * features) * np.finfo(dtype).eps
+    """For sums of K products of normal variables, added up one after another: those that get to 5 sqrt(K) are rounded K
+    times by 5 sqrt(K / 3) half units on average, and six deviations of that random walk are 10 K half units."""
+    return (4 + 5 * features) * np.finfo(dtype).eps
 
 
 def linear(*arrays, **options):

@@ -320,9 +320,8 @@ def draw_features(rng, shape, dtype):
         return rng.normal(size=shape).astype(dtype)
     # few different ones near both ends, so that modes tie and signs matter
     info = np.iinfo(dtype)
-    return np.where(rng.random(shape) < 0.5, info.min, info.max - 3).astype(dtype) + rng.integers(0, 4, shape).astype(
-        dtype
-    )
+    ends = np.array([info.min, info.max - 3], dtype)
+    return ends[rng.integers(0, 2, shape)] + rng.integers(0, 4, shape).astype(dtype)
 
 
 def result_dtype(dtype, reduce):

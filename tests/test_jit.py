@@ -195,6 +195,20 @@ def test_processes_keep_what_they_compile_in_files_of_their_own(tmp_path):
     assert len(here) == 3 and here[0] != here[1] and not set(here) & set(there)
 
 
+def test_launch_bounds_tell_kernels_apart_on_disk():
+    """They change what is compiled, and neither the bytecode nor what it closes over."""
+
+    def kernel(x):
+        x[0] = 1
+
+    codegen = SimpleNamespace(magic_tuple=lambda: ())
+    keys = {
+        jit.kernel(bounds)(kernel)._cache._index_key((), codegen)
+        for bounds in (None, 128, (128, 1), (128, 2), (256, 1))
+    }
+    assert len(keys) == 5
+
+
 @pytest.mark.parametrize("compiler", [numba.njit(cache=True), cuda.jit(cache=True)], ids=["numba", "numba-cuda"])
 def test_the_private_name_of_the_stamp(compiler):
     """The name that jit.py sets is one that the cache itself has."""
