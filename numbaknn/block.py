@@ -19,6 +19,9 @@ from numbaknn.lanes import as_type_of
 WARP = 1 if SIMULATED else 32
 EVERY_LANE = 0xFFFFFFFF
 
+# The cell of what is in none: of a point that is not finite.
+NOWHERE = -1
+
 # Warps of the largest block, which has 1,024 threads.
 MOST_WARPS = 32
 
@@ -58,6 +61,30 @@ def lanes_alike(value):
     if WARP > 1:
         return np.uint32(cuda.match_any_sync(EVERY_LANE, value))
     return np.uint32(1)
+
+
+@device
+def from_lane(value, lane):
+    """The value of a lane of the warp."""
+    if WARP > 1:
+        return cuda.shfl_sync(EVERY_LANE, value, lane)
+    return value
+
+
+@device
+def rank_in_warp(cell, counts):
+    """Count a thread's item in its cell, if that isn't NOWHERE; the rank that it has there.
+
+    The lanes of a warp whose items share a cell count them by one atomic: a cloud that lies in a single cell would queue
+    for its counter. All lanes get here.
+    """
+    lane, _, _ = lane_and_warp(cuda.blockDim.x)
+    alike = lanes_alike(cell)
+    ahead = int32(cuda.popc(alike & lanes_below(lane)))
+    counted = int32(0)
+    if ahead == 0 and cell != NOWHERE:
+        counted = cuda.atomic.add(counts, cell, int32(cuda.popc(alike)))
+    return int32(from_lane(counted, int32(cuda.ffs(alike)) - 1) + ahead)
 
 
 @device

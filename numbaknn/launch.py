@@ -158,6 +158,14 @@ class Launch:
         _put(driver.cuLaunchKernel, self.handle, *grid, *block, self.shared_bytes, stream, self.parameters, 0)
 
 
+def places_of(some, launches):
+    """Where each of some objects is among the arguments of launches: pairs of the launch's number and the place."""
+    return [
+        [(n, place) for n, launch in enumerate(launches) for place, a in enumerate(launch.arguments) if a is one]
+        for one in some
+    ]
+
+
 class Graph:
     """Launches in a row, sent to the device by one call.
 
@@ -167,18 +175,7 @@ class Graph:
 
     def __init__(self, launches, changing, numbers=()):
         self.launches = launches
-        self._places, self._number_places = (
-            [
-                [
-                    (n, place)
-                    for n, launch in enumerate(launches)
-                    for place, a in enumerate(launch.arguments)
-                    if a is one
-                ]
-                for one in some
-            ]
-            for some in (changing, numbers)
-        )
+        self._places, self._number_places = places_of(changing, launches), places_of(numbers, launches)
         self._values = [number.value for number in numbers]
         if SIMULATED:
             return

@@ -175,10 +175,28 @@ def scan_equals(x, y, z, itself, table, starts, frame, shape, missing, squares, 
 #
 # The functions below are made for a number of refinements, as a compiled function can't call itself: a search in a grid
 # goes through the crowds among its cells by one that is made for one refinement less, and for 0 no cell is a crowd.
+#
+# A crowd may be so far from a query that rounding blurs it: the bounds of its cells tell nothing apart, and most of its
+# points have to be looked at. `leaves`: whether the search then stops, with a list of LEFT, and leaves the query to many
+# threads.
+
+LEFT = -3
+
+# Points of a crowd that one thread looks at for nothing rather than leave the query.
+MOST_BLURRED = 4096
+
+
+@device
+def is_blurred(x, y, z, count, frame):
+    """Whether rounding leaves more than MOST_BLURRED of the `count` points of a crowd to be looked at: about those in a
+    shell as thick as the slack of its bounds."""
+    extent = frame[LONGEST]
+    away = max(abs(x - frame[LOW]), max(abs(y - frame[LOW + 1]), abs(z - frame[LOW + 2])))
+    return slack_of(away, extent, frame[SLACK]) * count > extent * MOST_BLURRED
 
 
 @cache
-def scan_cells_of(refinements):
+def scan_cells_of(refinements, leaves=False):
     """The function that offers the points in some cells of a row to the list."""
     if refinements == 0:
 
@@ -192,7 +210,7 @@ def scan_cells_of(refinements):
 
         return scan_cells
 
-    widen = widen_of(refinements - 1)
+    widen = widen_of(refinements - 1, leaves)
 
     @seldom
     def scan_crowds(
@@ -212,6 +230,9 @@ def scan_cells_of(refinements):
             grid = table, own_starts, own_frame, own_shape
             if own_frame[LONGEST] == 0:
                 squares, indices = scan_equals(x, y, z, itself, *grid, missing, squares, indices)
+            elif leaves and is_blurred(x, y, z, end - begin, own_frame):
+                squares = filled(as_type_of(0, squares[0]), as_type_of(0, squares[0]), 0, squares)
+                return squares, filled(as_type_of(LEFT, missing), as_type_of(LEFT, missing), 0, indices)
             else:
                 squares, indices = widen(x, y, z, itself, 0, *grid, missing, shrink, squares, indices)
         return squares, indices
@@ -236,9 +257,9 @@ def scan_cells_of(refinements):
 
 
 @cache
-def widen_of(refinements):
+def widen_of(refinements, leaves=False):
     """The function that searches what is left after the first block of cells."""
-    scan_cells = scan_cells_of(refinements)
+    scan_cells = scan_cells_of(refinements, leaves)
 
     @seldom
     def widen(x, y, z, itself, radius, table, starts, frame, shape, missing, shrink, squares, indices):
@@ -288,9 +309,9 @@ def widen_of(refinements):
 
 
 @cache
-def search_of(refinements):
+def search_of(refinements, leaves=False):
     """The function that searches a grid for one query."""
-    scan_cells, widen = scan_cells_of(refinements), widen_of(refinements)
+    scan_cells, widen = scan_cells_of(refinements, leaves), widen_of(refinements, leaves)
 
     @device
     def look_around(x, y, z, itself, table, starts, frame, shape, missing, shrink, squares, indices):
@@ -437,16 +458,36 @@ def write_answer(
         add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, row * k, count, k, indices)
 
 
+@device
+def ask(row, queries, among_themselves, dimensions):
+    """(x, y, z, itself) of a query, as `answer_of` has them. queries: flat, `dimensions` reals a row. among_themselves: they
+    are the points, each without itself."""
+    x, y, z = read_point(queries, row, dimensions)
+    return x, y, z, row if among_themselves else -1
+
+
+@device
+def empty_list(limit, blocked, missing, slots):
+    """A list (squares, indices) as long as `slots` that holds nothing yet; the first `blocked` slots never will.
+
+    Blocked slots lie below every neighbour: nothing ever moves them, and the last slot is always the k-th.
+    """
+    squares = filled(limit, as_type_of(-2, limit), blocked, slots)
+    return squares, filled(missing, as_type_of(-1, missing), blocked, slots)
+
+
 @cache
-def answer_of(refinements):
-    """The function that answers one query."""
-    search = search_of(refinements)
+def answer_of(refinements, leaves=False):
+    """The function that answers one query, or (`leaves`) leaves it; whether it has left it."""
+    search = search_of(refinements, leaves)
 
     @device
     def answer(
         row,
-        queries,
-        among_themselves,
+        x,
+        y,
+        z,
+        itself,
         points,
         point_count,
         dimensions,
@@ -465,39 +506,20 @@ def answer_of(refinements):
     ):
         """Find the k nearest points of query `row` and write them to its row of the output.
 
-        queries, points: flat, `dimensions` reals a row. among_themselves: the queries are the points, each without itself.
-        limit: the largest square that may be found; bounded: whether it comes from the caller, so that overflown squares
-        are out too. slots: a tuple as long as the list.  shrink: as in within_limit. distances, indices: flat, k a row.
+        x, y, z, itself: the query, and the index of a point that must not be found, -1 for none. points: flat, `dimensions`
+        reals a row. limit: the largest square that may be found; bounded: whether it comes from the caller, so that
+        overflown squares are out too. slots: a tuple as long as the list. shrink: as in within_limit. distances, indices:
+        flat, k a row.
         """
-        x, y, z = read_point(queries, row, dimensions)
-        blocked = len(slots) - k
         missing = as_type_of(point_count, bits_of(limit))
-        # Blocked slots lie below every neighbour: nothing ever moves them, and the last slot is always the k-th.
-        squares_list = filled(limit, as_type_of(-2, limit), blocked, slots)
-        indices_list = filled(missing, as_type_of(-1, missing), blocked, slots)
-        itself = row if among_themselves else -1
+        found = empty_list(limit, len(slots) - k, missing, slots)
+        cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
         if is_finite(x, y, z):
-            squares_list, indices_list = search(
-                x, y, z, itself, table, starts, frame, shape, missing, shrink, squares_list, indices_list
-            )
-        found = squares_list, indices_list
-        write_answer(
-            row,
-            x,
-            y,
-            z,
-            itself,
-            points,
-            point_count,
-            dimensions,
-            starts,
-            shape,
-            bounded,
-            k,
-            squared,
-            distances,
-            indices,
-            found,
-        )
+            found = search(x, y, z, itself, *grid, missing, shrink, *found)
+        if leaves and found[1][-1] == LEFT:
+            return True
+        output = bounded, k, squared, distances, indices
+        write_answer(row, x, y, z, itself, *cloud, starts, shape, *output, found)
+        return False
 
     return answer

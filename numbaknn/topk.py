@@ -91,3 +91,15 @@ def insert(typing, squares, indices, square, index):
         )
 
     return pair(squares, indices, squares.dtype, indices.dtype), lower
+
+
+@instruction(lambda values, last: (*values[1:], last))
+def without_first(typing, values, last):
+    """The tuple without its first value, and with another one behind its last."""
+    length = len(values)
+
+    def lower(context, builder, signature, arguments):
+        old = cgutils.unpack_tuple(builder, arguments[0], length)
+        return context.make_tuple(builder, signature.return_type, [*old[1:], arguments[1]])
+
+    return values(values, values.dtype), lower

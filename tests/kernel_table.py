@@ -26,6 +26,7 @@ from numbaknn.kernels import (
     interpolation,
     lists,
     neighbors,
+    ordering,
     rows,
     voxels,
 )
@@ -39,7 +40,7 @@ REAL = "REAL"
 ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y coords features "
     "pooled grid",
-    types.int32: "shape shapes starts cells ranks sums marks crowded",
+    types.int32: "shape shapes starts cells ranks sums marks crowded places",
     types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes "
     "inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds label_frame "
     "best",
@@ -103,12 +104,19 @@ KERNELS = {
     "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
     "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
     "clear_crowds_kernel": Entry(crowds.clear_crowds_kernel, (32,)),
-    "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (20, 20)),
+    "order_of_points_kernel": Entry(crowds.order_of_points_kernel, (32,), own={"order": types.int32}),
+    "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (40, 60), own={"order": types.int32}),
     "frames_of_crowds_kernel": Entry(crowds.frames_of_crowds_kernel, (38, 40), fused=True),
     "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (32, 32)),
     "scan_tiles_of_crowds_kernel": Entry(crowds.scan_tiles_of_crowds_kernel, (32,)),
     "scan_sums_of_crowds_kernel": Entry(crowds.scan_sums_of_crowds_kernel, (32,)),
     "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (34,)),
+    "clear_places_kernel": Entry(ordering.clear_places_kernel, (12,)),
+    "count_queries_kernel": Entry(ordering.count_queries_kernel, (40, 48), own={"stretches": types.int32}),
+    "sum_places_kernel": Entry(ordering.sum_places_kernel, (32,)),
+    "place_queries_kernel": Entry(
+        ordering.place_queries_kernel, (20,), own={"order": types.int32, "stretches": types.int32}
+    ),
     "pack_kernel": Entry(copying.pack_kernel, (18,), own={"source": strided(types.float16), "target": types.float32}),
     "pack_batch_kernel": Entry(
         copying.pack_batch_kernel, (26,), own={"source": strided(types.float16, 3), "target": types.float32}
@@ -140,15 +148,16 @@ for among_themselves in (False, True):
     kernel = neighbors.nearest_kernel(among_themselves)
     KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (74, 108), loads=4)
 KERNELS |= {
-    f"knn_among_crowds_kernel[{slots}]": Entry(
-        neighbors.knn_among_crowds_kernel(slots, blocks),
+    f"knn_among_crowds_kernel[{slots}, {among_themselves}]": Entry(
+        neighbors.knn_among_crowds_kernel(slots, blocks, among_themselves),
         (512 // blocks,) * 2,
         loads=1,
         scalars="shrink",
+        own={"order": types.int32},
         calls=True,
         threads=(neighbors.CROWD_THREADS, blocks),
     )
-    for slots in (1, *KNN_REGISTERS)
+    for slots, among_themselves in [(1, True), *((slots, False) for slots in (1, *KNN_REGISTERS))]
     for blocks in [CROWD_BLOCKS[slots > 8]]
 }
 

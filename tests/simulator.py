@@ -570,6 +570,13 @@ def planned_downsample(draws, size, layout, features_too=False, target="cuda", *
     return answers, right, (plan.launches, plan.device_bytes)
 
 
+def set_worth_ordering(count):
+    """So many queries among crowds are put in order; how many it took before."""
+    neighbors = sys.modules["numbaknn.plans.neighbors"]
+    before, neighbors.WORTH_ORDERING = neighbors.WORTH_ORDERING, count
+    return before
+
+
 def set_of_downsampling(name, value):
     """Another value for a name of plans/downsampling.py; the one before. Launches that are kept are forgotten."""
     from numbaknn.plans import downsampling

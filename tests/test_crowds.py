@@ -153,3 +153,16 @@ def test_simulated(simulated, cloud, in_one_block):
     for have, k in zip(found, (3, 1)):
         for one, other in zip(have, index.query(queries, k=k)):
             np.testing.assert_array_equal(one, other, strict=True)
+
+
+def test_simulated_in_order(simulated):
+    """Queries that are put into the order of the table."""
+    points, queries = drawn(two_sites)
+    points, queries = points[: CROWD + 40], np.concatenate([queries[:6], [[1e9, 0, 0]]]).astype(np.float32)
+    before = simulated(simulator.set_worth_ordering, 2)
+    found = simulated(simulator.ask_index, points, [(queries, {"k": 3}), (queries, {"k": 1})])
+    simulated(simulator.set_worth_ordering, before)
+    index = numbaknn.GridIndex(points, target="cpu")
+    for have, k in zip(found, (3, 1)):
+        for one, other in zip(have, index.query(queries, k=k)):
+            np.testing.assert_array_equal(one, other, strict=True)

@@ -51,7 +51,7 @@ from numbaknn.kernels.binning import (
 )
 from numbaknn.kernels.lists import answer_in_block
 from numbaknn.lanes import as_type_of, bits_of, fold, order_key, store_point
-from numbaknn.search import answer_of
+from numbaknn.search import answer_of, ask
 
 # -- Building --------------------------------------------------------------------------------------------------------
 
@@ -217,10 +217,10 @@ def knn_in_clouds_kernel(capacity, among_themselves, shrinks):
             first, count, own_points, own_starts, frame, shape = view_of(
                 cloud, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
             )
+            row_in_cloud = row - first_query
             answer(
-                row - first_query,
-                queries[first_query * dimensions :],
-                among_themselves,
+                row_in_cloud,
+                *ask(row_in_cloud, queries[first_query * dimensions :], among_themselves, dimensions),
                 own_points,
                 count,
                 dimensions,

@@ -12,7 +12,15 @@ from functools import cache
 import numpy as np
 from numba import cuda, int32, int64
 
-from numbaknn.block import largest_six_in_block, scan_sums, scan_tile, sum_before, sum_in_block
+from numbaknn.block import (
+    NOWHERE,
+    largest_six_in_block,
+    rank_in_warp,
+    scan_sums,
+    scan_tile,
+    sum_before,
+    sum_in_block,
+)
 from numbaknn.crowds import CROWD, REFINEMENTS, entries_before, level_entries, most_crowds
 from numbaknn.geometry import (
     CROWDED,
@@ -259,20 +267,23 @@ def frame_kernel(bounds, marks, points_a_cell, cell_size, most_cells, largest, s
 
 @kernel
 def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks, crowded):
-    """The cell of each point (-1: not finite), its rank among the points of that cell, the counts of the cells, and whether
-    one of them is a crowd."""
+    """The cell of each point (NOWHERE: not finite), its rank among the points of that cell, the counts of the cells, and
+    whether one of them is a crowd. Points that are not finite have ranks of their own, and are counted behind the last cell,
+    where nobody asks how many there are."""
     row = cuda.grid(1)
+    cell, behind = int32(NOWHERE), np.int32(shape[0] * shape[1] * shape[2])
+    counted = int32(NOWHERE)
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
         if is_finite(x, y, z):
-            cell = cell_of(x, y, z, read_grid(frame, shape))
-            cells[row] = cell
-            rank = cuda.atomic.add(starts, cell, 1)
-            ranks[row] = rank
-            if rank == CROWD:
-                crowded[0] = shape[CROWDED] = 1
-        else:
-            cells[row] = -1
+            cell = int32(cell_of(x, y, z, read_grid(frame, shape)))
+        cells[row] = cell
+        counted = behind if cell == NOWHERE else cell
+    rank = rank_in_warp(counted, starts)
+    if row < rows:
+        ranks[row] = rank
+        if rank == CROWD and cell != NOWHERE:
+            crowded[0] = shape[CROWDED] = 1
 
 
 @kernel
@@ -296,12 +307,15 @@ def add_sums_kernel(starts, shape, sums, tile):
 
 
 @kernel
-def scatter_kernel(points, dimensions, rows, starts, cells, ranks, table):
-    """Pack each point into its slot. One thread a point."""
+def scatter_kernel(points, dimensions, rows, shape, starts, cells, ranks, table):
+    """Pack each point into its slot, those that are not finite, which no search finds, behind all others. A thread a row."""
     row = cuda.grid(1)
-    if row < rows and cells[row] >= 0:
+    if row < rows:
+        cell = cells[row]
+        if cell == NOWHERE:
+            cell = np.int32(shape[0] * shape[1] * shape[2])
         x, y, z = read_point(points, row, dimensions)
-        store_point(table, starts[cells[row]] + ranks[row], x, y, z, as_type_of(row, bits_of(x)))
+        store_point(table, starts[cell] + ranks[row], x, y, z, as_type_of(row, bits_of(x)))
 
 
 # -- In one block ----------------------------------------------------------------------------------------------------
@@ -360,11 +374,11 @@ def mark_point(state, point, marks_and_lattice):
 
 
 @device
-def count_point(row, point, counts_grid_cells_ranks_crowded_threads):
-    """Count the point of a row in its cell, and note the cell (-1 for a point that is not finite), its rank there, and
-    whether the cell is a crowd. Returns the thread's next row."""
+def count_point(row, point, others):
+    """Count the point of a row in its cell, and note the cell (as cells_kernel does), its rank there, and whether the cell
+    is a crowd. Returns the thread's next row."""
     x, y, z = point
-    counts, grid, cells, ranks, crowded, threads = counts_grid_cells_ranks_crowded_threads
+    counts, grid, shape, cells, ranks, crowded, threads = others
     if is_finite(x, y, z):
         cell = np.uint32(cell_of(x, y, z, grid))
         rank = add_to_half(counts, cell, ONE)
@@ -373,7 +387,8 @@ def count_point(row, point, counts_grid_cells_ranks_crowded_threads):
         if rank == CROWD:
             crowded[0] = 1
     elif row < cells.size:
-        cells[np.uintp(row)] = -1
+        cells[np.uintp(row)] = NOWHERE
+        ranks[np.uintp(row)] = add_to_half(counts, np.uint32(shape[0] * shape[1] * shape[2]), ONE)
     return np.uint32(row + np.uint32(threads))
 
 
@@ -526,7 +541,7 @@ def build_kernel(threads, dimensions):
         copy(block_shape, shape, np.uint32(SHAPE_LENGTH), threads)
 
         grid = read_grid(block_frame, block_shape)
-        fold(count_point, np.uint32(thread), mine, (words, grid, cells, ranks, crowded, threads))
+        fold(count_point, np.uint32(thread), mine, (words, grid, block_shape, cells, ranks, crowded, threads))
         cuda.syncthreads()
 
         first, entries = np.int32(0), np.uint32(block_shape[0] * block_shape[1] * block_shape[2] + 1)

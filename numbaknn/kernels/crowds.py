@@ -1,9 +1,9 @@
 """Finer grids over the cells that hold too many points: crowds.py says which, and where their records stand.
 
-Launched between `add_sums` and `scatter` of binning.py: `clear_crowds`, and for each refinement `bounds_of_crowds`,
-`frames_of_crowds`, `cells_of_crowds`, `scan_tiles_of_crowds`, `scan_sums_of_crowds`, `add_sums_of_crowds`. Where there is no
-crowd, which the host doesn't know, each of them ends at once. Nothing is scattered twice: a point is given the cell and the
-rank that it has in the finest grid that it belongs to.
+Launched between `add_sums` and `scatter` of binning.py: `clear_crowds`, and for each refinement `order_of_points`,
+`bounds_of_crowds`, `frames_of_crowds`, `cells_of_crowds`, `scan_tiles_of_crowds`, `scan_sums_of_crowds`,
+`add_sums_of_crowds`. Where there is no crowd, which the host doesn't know, each of them ends at once. Nothing is scattered
+twice: a point is given the cell and the rank that it has in the finest grid that it belongs to.
 
 The cells of all crowds of a level are one stretch of `starts`, and one sum over it gives each its first slot. For that a
 cell that is no crowd is counted too, in the entry at which a crowd that began there would have its cells.
@@ -11,19 +11,25 @@ cell that is no crowd is counted too, in the entry at which a crowd that began t
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numba import cuda
 
-from numbaknn.block import scan_sums, scan_tile
+from numbaknn.block import WARP, all_lanes, from_lane, lane_and_warp, largest_in_warp, scan_sums, scan_tile
 from numbaknn.crowds import CROWD, REFINEMENTS, cell_in_crowd, entries_before, first_record, lay_crowd, most_crowds
 from numbaknn.geometry import ENTRY, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH, read_point
 from numbaknn.jit import device, kernel
-from numbaknn.lanes import order_key, real_of_key
+from numbaknn.lanes import as_type_of, order_key, real_of_key
 
 # What is noted of a crowd while its grid is laid: the order keys of its highest coordinates, those of the lowest ones
 # negated, its first slot and its number of points.
 BOX_LENGTH = 8
 FIRST_SLOT, POINTS = 6, 7
+
+# Points that a lane looks at for the boxes, and what stands for a crowd where there is none.
+POINTS_A_LANE = 8
+NO_CROWD = -1
 
 # Below the order key of every real.
 NOTHING = -(2**63)
@@ -53,18 +59,54 @@ def clear_box(number, boxes):
 
 
 @device
+def nothing_of(real):
+    """The sides of a box around nothing: the highest coordinates, and the lowest ones negated."""
+    lowest = as_type_of(-math.inf, real)
+    return lowest, lowest, lowest, lowest, lowest, lowest
+
+
+@device
+def box_around(box, point):
+    """The box around a box and a point."""
+    x, y, z = point
+    return max(box[0], x), max(box[1], y), max(box[2], z), max(box[3], -x), max(box[4], -y), max(box[5], -z)
+
+
+@device
+def grow_box(box, begin, count, level, rows, boxes):
+    """Have the box of the crowd that begins at a slot take in another box."""
+    place = box_of_crowd(level, begin, rows)
+    boxes[place + FIRST_SLOT], boxes[place + POINTS] = begin, count
+    for side in range(6):
+        key = order_key(box[side])
+        # a look costs less than an atomic, and nearly always does
+        if key > boxes[place + side]:
+            cuda.atomic.max(boxes, place + side, key)
+
+
+@device
+def grow_box_by_warp(box, begin, count, level, rows, lane, boxes):
+    """The same with the boxes of all lanes of a warp, for a crowd that they share; nothing for NO_CROWD."""
+    if begin != NO_CROWD:
+        met = (
+            largest_in_warp(box[0]),
+            largest_in_warp(box[1]),
+            largest_in_warp(box[2]),
+            largest_in_warp(box[3]),
+            largest_in_warp(box[4]),
+            largest_in_warp(box[5]),
+        )
+        if lane == 0:
+            grow_box(met, begin, count, level, rows, boxes)
+
+
+@device
 def grow_box_of_crowd(row, level, points, dimensions, rows, starts, cells, boxes):
     """Have the box of a point's crowd, if it is in one, take the point in."""
     begin, count = stretch_of(row, starts, cells)
     if count > CROWD:
-        x, y, z = read_point(points, row, dimensions)
-        box = box_of_crowd(level, begin, rows)
-        boxes[box + FIRST_SLOT], boxes[box + POINTS] = begin, count
-        sides = order_key(x), order_key(y), order_key(z), order_key(-x), order_key(-y), order_key(-z)
-        for side in range(6):
-            # a look costs less than an atomic, and nearly always does
-            if sides[side] > boxes[box + side]:
-                cuda.atomic.max(boxes, box + side, sides[side])
+        own = box_around(nothing_of(points[0]), read_point(points, row, dimensions))
+        grow_box(own, begin, count, level, rows, boxes)
 
 
 @device
@@ -104,12 +146,45 @@ def clear_crowds_kernel(crowded, boxes, first_entry, starts):
 
 
 @kernel
-def bounds_of_crowds_kernel(points, dimensions, rows, level, crowded, starts, cells, boxes):
-    """The boxes around the points of the crowds."""
+def order_of_points_kernel(rows, level, crowded, starts, cells, ranks, order):
+    """The points in the order of the grid so far, in which those of a crowd are neighbours."""
     if crowded[level - 1] == 0:
         return
     for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
-        grow_box_of_crowd(row, level, points, dimensions, rows, starts, cells, boxes)
+        cell = cells[row]
+        if cell >= 0:
+            order[starts[cell] + ranks[row]] = row
+
+
+@kernel
+def bounds_of_crowds_kernel(points, dimensions, level, crowded, rows, frames, shapes, starts, cells, order, boxes):
+    """The boxes around the points of the crowds. One warp takes POINTS_A_LANE times as many points in their order as it has
+    lanes: as a rule they are of one crowd, whose box then grows once for all of them."""
+    if crowded[level - 1] == 0:
+        return
+    lane, warp, warps = lane_and_warp(cuda.blockDim.x)
+    slot = (cuda.blockIdx.x * warps + warp) * (WARP * POINTS_A_LANE) + lane
+    packed = starts[shapes[0] * shapes[1] * shapes[2]]
+    box, crowd, size = nothing_of(frames[0]), np.int32(NO_CROWD), np.int32(0)
+    for _ in range(POINTS_A_LANE):
+        begin, count = np.int32(NO_CROWD), np.int32(0)
+        row = np.int32(0)
+        if slot < packed:
+            row = order[slot]
+            begin, count = stretch_of(row, starts, cells)
+            if count <= CROWD:
+                begin = np.int32(NO_CROWD)
+        slot += WARP
+        if all_lanes(begin == from_lane(begin, 0)):
+            if begin != crowd:
+                grow_box_by_warp(box, crowd, size, level, rows, lane, boxes)
+                box, crowd, size = nothing_of(frames[0]), begin, count
+            if begin != NO_CROWD:
+                box = box_around(box, read_point(points, row, dimensions))
+        elif begin != NO_CROWD:
+            own = box_around(nothing_of(frames[0]), read_point(points, row, dimensions))
+            grow_box(own, begin, count, level, rows, boxes)
+    grow_box_by_warp(box, crowd, size, level, rows, lane, boxes)
 
 
 @kernel

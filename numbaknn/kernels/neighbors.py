@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, int32
 
-from numbaknn.block import EVERY_LANE, WARP, lanes_with
+from numbaknn.block import EVERY_LANE, WARP, lane_and_warp, lanes_with
 from numbaknn.crowds import REFINEMENTS
 from numbaknn.geometry import (
     CROWDED,
@@ -21,9 +21,9 @@ from numbaknn.geometry import (
     vertex_along,
 )
 from numbaknn.jit import device, kernel
-from numbaknn.lanes import as_type_of, bits_of, load_point, product, root
-from numbaknn.search import answer_of, next_radius, search_part_of_ball_of, write_answer
-from numbaknn.topk import before
+from numbaknn.lanes import as_type_of, bits_of, fold, load_point, product, root
+from numbaknn.search import answer_of, empty_list, next_radius, offer, search_part_of_ball_of, write_answer
+from numbaknn.topk import before, insert, without_first
 
 # Threads that share a query of nearest_kernel which has to go on.
 HELPERS = min(8, WARP)
@@ -34,17 +34,44 @@ MOST_QUERIES = 256
 
 # Most clouds have no crowds, and the kernels for them know nothing of any: they and the kernel for clouds that have are
 # launched both, and the device knows which of them has something to do.
-answer, answer_among_crowds = answer_of(0), answer_of(REFINEMENTS)
+answer, answer_or_leave = answer_of(0), answer_of(REFINEMENTS, leaves=True)
 search_part_of_ball = search_part_of_ball_of(0)
+
+# Points that a lane reads at once where a warp looks at all of them.
+POINTS_AT_ONCE = 4
 
 # Numbers of 32 bits, so that what they are added to keeps its size.
 NONE, ONE = np.int32(0), np.int32(1)
 
 
 @cache
+def ask_of(among_themselves):
+    """The function that gives a thread its query: (row, x, y, z, itself), the last as in search.answer_of.
+
+    Points that ask among themselves are taken in the order of the table: neighbouring threads are neighbours in space, and
+    read the same cells.
+    """
+    if among_themselves:
+
+        @device
+        def ask_point(n, queries, dimensions, table):
+            x, y, z, row = load_point(table, n)
+            return row, x, y, z, row
+
+        return ask_point
+
+    @device
+    def ask_query(n, queries, dimensions, table):
+        return n, *read_point(queries, n, dimensions), as_type_of(-1, bits_of(queries[0]))
+
+    return ask_query
+
+
+@cache
 def knn_kernel(capacity, among_themselves):
     """The kernel for lists of this capacity, of other points if the queries are the points themselves."""
     slots = (0,) * capacity
+    ask = ask_of(among_themselves)
 
     @kernel
     def knn_kernel(
@@ -64,28 +91,11 @@ def knn_kernel(capacity, among_themselves):
         distances,
         indices,
     ):
-        row = cuda.grid(1)
-        if row < query_count and shape[CROWDED] == 0:
-            answer(
-                row,
-                queries,
-                among_themselves,
-                points,
-                point_count,
-                dimensions,
-                table,
-                starts,
-                frame,
-                shape,
-                limit,
-                bounded,
-                k,
-                slots,
-                squared,
-                None,
-                distances,
-                indices,
-            )
+        n = cuda.grid(1)
+        if n < query_count and shape[CROWDED] == 0:
+            asked = ask(n, queries, dimensions, table)
+            cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
+            answer(*asked, *cloud, *grid, limit, bounded, k, slots, squared, None, distances, indices)
 
     return knn_kernel
 
@@ -95,6 +105,7 @@ def knn_eps_kernel(capacity, among_themselves):
     """The same for an eps: a kernel of its own, so that the exact one doesn't pay for it. A list of one, too, is searched by
     one thread."""
     slots = (0,) * capacity
+    ask = ask_of(among_themselves)
 
     @kernel
     def knn_eps_kernel(
@@ -115,37 +126,71 @@ def knn_eps_kernel(capacity, among_themselves):
         distances,
         indices,
     ):
-        row = cuda.grid(1)
-        if row < query_count and shape[CROWDED] == 0:
-            answer(
-                row,
-                queries,
-                among_themselves,
-                points,
-                point_count,
-                dimensions,
-                table,
-                starts,
-                frame,
-                shape,
-                limit,
-                bounded,
-                k,
-                slots,
-                squared,
-                shrink,
-                distances,
-                indices,
-            )
+        n = cuda.grid(1)
+        if n < query_count and shape[CROWDED] == 0:
+            asked = ask(n, queries, dimensions, table)
+            cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
+            answer(*asked, *cloud, *grid, limit, bounded, k, slots, squared, shrink, distances, indices)
 
     return knn_eps_kernel
 
 
+@device
+def nearest_of_lanes(square, index, lanes):
+    """The first of the neighbours that groups of so many lanes have found, in all of them."""
+    step = lanes // 2
+    while step > 0:
+        other_square = cuda.shfl_xor_sync(EVERY_LANE, square, step)
+        other_index = cuda.shfl_xor_sync(EVERY_LANE, index, step)
+        first = before(other_square, other_index, square, index)
+        square, index = (other_square if first else square), (other_index if first else index)
+        step //= 2
+    return square, index
+
+
+@device
+def offer_of_lane(found, point, asked):
+    """fold's step: a packed point takes its place in a list."""
+    x, y, z, itself = asked
+    return offer(x, y, z, itself, point, True, *found)
+
+
+@device
+def nearest_by_warp(x, y, z, itself, table, packed, limit, missing, k, slots):
+    """The list of the k nearest of all `packed` points, which the lanes of a warp share out: every lane has a list of its
+    own, and the first of all lists are taken from them one after another."""
+    lane, _, _ = lane_and_warp(cuda.blockDim.x)
+    own, asked = empty_list(limit, 0, missing, slots), (x, y, z, itself)
+    slot = lane
+    while slot + (POINTS_AT_ONCE - 1) * WARP < packed:
+        some = (
+            load_point(table, slot),
+            load_point(table, slot + WARP),
+            load_point(table, slot + 2 * WARP),
+            load_point(table, slot + 3 * WARP),
+        )
+        own = fold(offer_of_lane, own, some, asked)
+        slot += POINTS_AT_ONCE * WARP
+    while slot < packed:
+        own = offer_of_lane(own, load_point(table, slot), asked)
+        slot += WARP
+    squares, indices = own
+    found = empty_list(limit, len(slots) - k, missing, slots)
+    for _ in range(k):
+        square, index = nearest_of_lanes(squares[0], indices[0], WARP)
+        if before(square, index, found[0][-1], found[1][-1]):
+            found = insert(*found, square, index)
+        if squares[0] == square and indices[0] == index:
+            squares, indices = without_first(squares, limit), without_first(indices, missing)
+    return found
+
+
 @cache
-def knn_among_crowds_kernel(capacity, blocks):
+def knn_among_crowds_kernel(capacity, blocks, among_themselves):
     """The kernel for clouds with crowds, for lists of this capacity, of which a multiprocessor works on so many blocks: more
     of them have fewer registers each, and wait less for memory."""
     slots = (0,) * capacity
+    ask = ask_of(among_themselves)
 
     @kernel((CROWD_THREADS, blocks))
     def knn_among_crowds_kernel(
@@ -160,37 +205,40 @@ def knn_among_crowds_kernel(capacity, blocks):
         shape,
         limit,
         bounded,
-        among_themselves,
         k,
         squared,
         shrink,
+        order,
         distances,
         indices,
     ):
-        """As many threads as the device has room for: each answers one query after another. Without an eps `shrink` is 1."""
+        """As many threads as the device has room for: each answers one query after another, in the order of `order` if that
+        isn't empty. What a thread leaves, for which all points have to be looked at, its warp does. Without an eps `shrink`
+        is 1."""
         if shape[CROWDED] == 0:
             return
-        for row in range(cuda.grid(1), query_count, cuda.gridsize(1)):
-            answer_among_crowds(
-                row,
-                queries,
-                among_themselves,
-                points,
-                point_count,
-                dimensions,
-                table,
-                starts,
-                frame,
-                shape,
-                limit,
-                bounded,
-                k,
-                slots,
-                squared,
-                shrink,
-                distances,
-                indices,
-            )
+        lane, _, _ = lane_and_warp(cuda.blockDim.x)
+        cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
+        output = bounded, k, squared, distances, indices
+        first = cuda.grid(1) - lane
+        while first < query_count:
+            n, left = first + lane, False
+            if n < query_count:
+                asked = ask(order[n] if order.size > 0 else n, queries, dimensions, table)
+                left = answer_or_leave(
+                    *asked, *cloud, *grid, limit, bounded, k, slots, squared, shrink, distances, indices
+                )
+            lanes = lanes_with(left)
+            while lanes != 0:
+                n = first + cuda.ffs(lanes) - 1
+                row, x, y, z, itself = ask(order[n] if order.size > 0 else n, queries, dimensions, table)
+                missing = as_type_of(point_count, bits_of(limit))
+                packed = starts[shape[0] * shape[1] * shape[2]]
+                found = nearest_by_warp(x, y, z, itself, table, packed, limit, missing, k, slots)
+                if lane == 0:
+                    write_answer(row, x, y, z, itself, *cloud, starts, shape, *output, found)
+                lanes &= lanes - np.uint32(1)
+            first += cuda.gridsize(1)
 
     return knn_among_crowds_kernel
 
@@ -220,19 +268,6 @@ def nearer(x, y, z, itself, point, square, index):
     if itself is not None:
         first &= other_index != itself
     return (other_square if first else square), (other_index if first else index)
-
-
-@device
-def nearest_of_lanes(square, index, lanes):
-    """The first of the neighbours that groups of so many lanes have found, in all of them."""
-    step = lanes // 2
-    while step > 0:
-        other_square = cuda.shfl_xor_sync(EVERY_LANE, square, step)
-        other_index = cuda.shfl_xor_sync(EVERY_LANE, index, step)
-        first = before(other_square, other_index, square, index)
-        square, index = (other_square if first else square), (other_index if first else index)
-        step //= 2
-    return square, index
 
 
 @device
@@ -285,6 +320,7 @@ def look_around_at_once(x, y, z, itself, table, starts, frame, shape, square, in
 @cache
 def nearest_kernel(among_themselves):
     """The kernel for lists of one, of the nearest other points if the queries are the points themselves."""
+    ask = ask_of(among_themselves)
 
     @kernel
     def nearest_kernel(
@@ -322,12 +358,12 @@ def nearest_kernel(among_themselves):
 
         if shape[CROWDED] != 0:
             return
-        row = cuda.grid(1)
-        first_row = row - thread
-        if row < query_count:
-            x, y, z = read_point(queries, row, dimensions)
+        n = cuda.grid(1)
+        first = n - thread
+        if n < query_count:
+            row, x, y, z, own = ask(n, queries, dimensions, table)
             solid = is_finite(x, y, z)
-            itself = as_type_of(row, missing) if among_themselves else None
+            itself = own if among_themselves else None
             square, index, complete = look_around_at_once(x, y, z, itself, table, starts, frame, shape, limit, missing)
             if complete and solid and index < missing:
                 distances[row] = square if squared else root(square)
@@ -345,9 +381,7 @@ def nearest_kernel(among_themselves):
         while lanes_with(team < count) != 0:
             helping = team < count
             place = team if helping else NONE
-            row = first_row + going_on[place]
-            x, y, z = read_point(queries, row, dimensions)
-            itself = as_type_of(row, missing) if among_themselves else as_type_of(-1, missing)
+            row, x, y, z, itself = ask(first + going_on[place], queries, dimensions, table)
             square, index = squares_so_far[place], as_type_of(indices_so_far[place], missing)
             radius = radii[place] if helping else whole
             while lanes_with(radius < whole) != 0:

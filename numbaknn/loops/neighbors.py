@@ -6,7 +6,7 @@ from numba import prange
 
 from numbaknn.crowds import REFINEMENTS
 from numbaknn.jit import loop, part_of_loop
-from numbaknn.search import answer_of
+from numbaknn.search import answer_of, ask
 
 # Queries in one stretch: enough to make the call negligible, few enough to balance the cores.
 STRETCH = 256
@@ -25,7 +25,7 @@ def knn_stretch(
     distances, indices = found
     cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
     for row in range(first, last):
-        asked = row, queries, among_themselves, *cloud, *grid, limit, bounded, k
+        asked = row, *ask(row, queries, among_themselves, dimensions), *cloud, *grid, limit, bounded, k
         # a None is known when this is compiled, and what it rules out is left out
         if crowded is None:
             answer(*asked, slots, squared, shrink, distances, indices)

@@ -13,12 +13,13 @@ import numba
 import numpy as np
 from numba.np.numpy_support import from_dtype
 
-from numbaknn.block import COUNTS_A_THREAD
+from numbaknn.block import COUNTS_A_THREAD, WARP
 from numbaknn.crowds import CROWD, REFINEMENTS, level_entries, most_crowds
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.keeping import Kept
 from numbaknn.kernels import binning as stages
 from numbaknn.kernels import crowds as crowd_stages
+from numbaknn.kernels import ordering
 from numbaknn.kernels.lists import MOST_THREADS, list_kernel, long_list_kernel
 from numbaknn.kernels.neighbors import (
     CROWD_THREADS,
@@ -27,7 +28,7 @@ from numbaknn.kernels.neighbors import (
     knn_kernel,
     nearest_kernel,
 )
-from numbaknn.launch import Graph, Launch, is_capturing
+from numbaknn.launch import Graph, Launch, is_capturing, places_of
 from numbaknn.loops import binning as binning_loops
 from numbaknn.loops import crowds as crowd_loops
 from numbaknn.loops.lists import list_loop
@@ -51,6 +52,9 @@ MOST_BLOCKS = 264
 # Multiprocessors of the largest GPU, and the blocks that each has of a query among crowds: for lists of up to 8, and longer.
 MULTIPROCESSORS = 132
 CROWD_BLOCKS = (4, 3)
+
+# So many queries of a cloud with crowds are worth being put in order: four launches, two microseconds each for other clouds.
+WORTH_ORDERING = 1 << 18
 
 # The cells of a cloud that is built in one block, at most: 16-bit counters in 55 KiB of shared memory, which every GPU
 # since compute capability 7.5 has.
@@ -279,23 +283,19 @@ class DeviceGrid:
         tiles, crowds = -(-entries // tile), most_crowds.py_func(rows)
         # few blocks, each for one stretch after another: mostly there is nothing to do, and then it is they that take time
         most_items = min(rows, 4 * MOST_BLOCKS * threads)
+        lanes = -(-rows // (WARP * crowd_stages.POINTS_A_LANE)) * WARP
+        # the table is written last: until then there is room for the order of the points
+        order = self.table.viewed(np.int32)
         launches = [Launch(crowd_stages.clear_crowds_kernel, most_items, threads, crowded, boxes, first_entry, starts)]
         for level in range(1, REFINEMENTS + 1):
             here = first_entry, entries
             laid = level, first_entry, *limits, crowded, boxes, *grid
             placed = level, first_entry, *grid, crowded, starts, cells_of_rows, ranks
+            ordered = level, crowded, starts, cells_of_rows, ranks
+            bounded, sorted_rows = (*cloud[:2], level, crowded, rows), (starts, cells_of_rows, order)
             launches += [
-                Launch(
-                    crowd_stages.bounds_of_crowds_kernel,
-                    most_items,
-                    threads,
-                    *cloud,
-                    level,
-                    crowded,
-                    starts,
-                    cells_of_rows,
-                    boxes,
-                ),
+                Launch(crowd_stages.order_of_points_kernel, most_items, threads, rows, *ordered, order),
+                Launch(crowd_stages.bounds_of_crowds_kernel, lanes, threads, *bounded, *grid, *sorted_rows, boxes),
                 Launch(crowd_stages.frames_of_crowds_kernel, crowds, threads, rows, *laid),
                 Launch(crowd_stages.cells_of_crowds_kernel, most_items, threads, *cloud, *placed),
                 Launch(
@@ -326,7 +326,7 @@ class DeviceGrid:
 
     def _scatter(self, cells_of_rows, ranks, threads):
         """The last stage."""
-        arguments = self.points, self.dimensions, self.rows, self.starts, cells_of_rows, ranks, self.table
+        arguments = self.points, self.dimensions, self.rows, self.shape, self.starts, cells_of_rows, ranks, self.table
         return Launch(stages.scatter_kernel, self.rows, threads, *arguments)
 
     def point(self, points):
@@ -369,29 +369,50 @@ class DeviceGrid:
             kernel, wanted = nearest_kernel(among_themselves), (options.squared,)
         else:
             kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared)
-        among_crowds = among_themselves, k, options.squared, dtype.type(1) if shrink is None else shrink
+        among_crowds = k, options.squared, dtype.type(1) if shrink is None else shrink
         blocks = CROWD_BLOCKS[k > 8]
+        crowd_kernel = knn_among_crowds_kernel(capacity(k), blocks, among_themselves)
         items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
+        ordered = count >= WORTH_ORDERING and not among_themselves
+        ordering_launches, order = self._ordering(queries, count) if ordered else ([], self._empty(0, np.int32))
         return [
             Launch(kernel, count, QUERY_THREADS, *asked, *wanted, *answer),
-            Launch(knn_among_crowds_kernel(capacity(k), blocks), items, CROWD_THREADS, *asked, *among_crowds, *answer),
+            *ordering_launches,
+            Launch(crowd_kernel, items, CROWD_THREADS, *asked, *among_crowds, order, *answer),
         ]
+
+    def _ordering(self, queries, count):
+        """The launches that put the queries of a cloud with crowds in the order of the table, and the flat array that will
+        hold their order."""
+        bits = max(self.rows.bit_length() - ordering.MOST_STRETCHES.bit_length() + 1, 0)
+        places = self._empty((self.rows >> bits) + 1, np.int32)
+        stretches, order = self._empty(count, np.int32), self._empty(count, np.int32)
+        threads, located = BINNING_THREADS, (self.starts, self.frame, self.shape)
+        counted = count, queries, self.dimensions, *located, bits, stretches, places
+        return [
+            Launch(ordering.clear_places_kernel, places.size, threads, self.shape, places),
+            Launch(ordering.count_queries_kernel, count, threads, *counted),
+            Launch(ordering.sum_places_kernel, ONE_BLOCK, ONE_BLOCK, self.shape, places),
+            Launch(ordering.place_queries_kernel, count, threads, count, self.shape, stretches, places, order),
+        ], order
 
     def query(self, queries, count, options, distances, indices, stream):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
         key = count, queries is None, options.k, options.bound, options.eps, options.squared, options.index_dtype
         with self.lock:
-            launches = self._queries.get(key)
-            if launches is None:
+            flats = self.points, self.points if queries is None else queries, distances, indices
+            kept = self._queries.get(key)
+            if kept is None:
                 if len(self._queries) >= MOST_KEPT:
                     self._queries.clear()
-                answer = distances.borrowed(), indices.borrowed()
-                launches = self._queries[key] = self.query_launches(queries, count, options, *answer)
+                before = self.points, *[flat.borrowed() for flat in flats[1:]]
+                launches = self.query_launches(None if queries is None else before[1], count, options, *before[2:])
+                kept = self._queries[key] = launches, places_of(before, launches)
+            launches, places = kept
+            for flat, of_flat in zip(flats, places):
+                for number, place in of_flat:
+                    launches[number].point(place, flat)
             for launch in launches:
-                launch.point(1, self.points if queries is None else queries)
-                launch.point(2, self.points)
-                launch.point(len(launch.arguments) - 2, distances)
-                launch.point(len(launch.arguments) - 1, indices)
                 launch.run(stream)
 
 
