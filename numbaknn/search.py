@@ -256,6 +256,14 @@ def scan_cells_of(refinements, leaves=False):
     return scan_cells
 
 
+@device
+def no_points_between(first_y, last_y, row_z, starts, shape):
+    """Whether neighbouring rows of cells hold nothing: they are one stretch of the table. A cloud with crowds has wide
+    empty places, which a search would walk through row by row."""
+    first, behind = row_of(first_y, row_z, shape[0], shape[1]), row_of(last_y + 1, row_z, shape[0], shape[1])
+    return last_y >= first_y and starts[np.uintp(first)] == starts[np.uintp(behind)]
+
+
 @cache
 def widen_of(refinements, leaves=False):
     """The function that searches what is left after the first block of cells."""
@@ -282,6 +290,8 @@ def widen_of(refinements, leaves=False):
             limit = within_limit(squares, indices, missing, shrink)
             first_y, last_y, first_z, last_z = rows_of_ball(place, radius, limit, frame, shape)
             for row_z in range(first_z, np.int32(last_z + 1)):
+                if refinements > 0 and no_points_between(first_y, last_y, row_z, starts, shape):
+                    continue
                 gap_zz = square_of_gap_to(along_z, row_z, cell)
                 seen_z = is_within(row_z, vertex_z, done)
                 for row_y in range(first_y, np.int32(last_y + 1)):

@@ -103,7 +103,6 @@ KERNELS = {
     "scan_sums_kernel": Entry(binning.scan_sums_kernel, (32,)),
     "add_sums_kernel": Entry(binning.add_sums_kernel, (20,)),
     "scatter_kernel": Entry(binning.scatter_kernel, (16, 18), stores=1),
-    "clear_crowds_kernel": Entry(crowds.clear_crowds_kernel, (32,)),
     "order_of_points_kernel": Entry(crowds.order_of_points_kernel, (32,), own={"order": types.int32}),
     "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (40, 60), own={"order": types.int32}),
     "frames_of_crowds_kernel": Entry(crowds.frames_of_crowds_kernel, (38, 40), fused=True),

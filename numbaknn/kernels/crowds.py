@@ -1,9 +1,9 @@
 """Finer grids over the cells that hold too many points: crowds.py says which, and where their records stand.
 
-Launched between `add_sums` and `scatter` of binning.py: `clear_crowds`, and for each refinement `order_of_points`,
-`bounds_of_crowds`, `frames_of_crowds`, `cells_of_crowds`, `scan_tiles_of_crowds`, `scan_sums_of_crowds`,
-`add_sums_of_crowds`. Where there is no crowd, which the host doesn't know, each of them ends at once. Nothing is scattered
-twice: a point is given the cell and the rank that it has in the finest grid that it belongs to.
+Launched between `add_sums` and `scatter` of binning.py, for each refinement: `order_of_points`, `bounds_of_crowds`,
+`frames_of_crowds`, `cells_of_crowds`, `scan_tiles_of_crowds`, `scan_sums_of_crowds`, `add_sums_of_crowds`. Where there is no
+crowd, which the host doesn't know, each of them ends at once. Nothing is scattered twice: a point is given the cell and the
+rank that it has in the finest grid that it belongs to.
 
 The cells of all crowds of a level are one stretch of `starts`, and one sum over it gives each its first slot. For that a
 cell that is no crowd is counted too, in the entry at which a crowd that began there would have its cells.
@@ -134,26 +134,21 @@ def entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes):
 
 
 @kernel
-def clear_crowds_kernel(crowded, boxes, first_entry, starts):
-    """Set the boxes of the crowds to those of nothing, and the counts of their cells to zero."""
-    if crowded[0] == 0:
-        return
-    first, threads = cuda.grid(1), cuda.gridsize(1)
-    for n in range(first, boxes.size // BOX_LENGTH, threads):
-        clear_box(n, boxes)
-    for n in range(first_entry + first, starts.size, threads):
-        starts[n] = 0
-
-
-@kernel
-def order_of_points_kernel(rows, level, crowded, starts, cells, ranks, order):
-    """The points in the order of the grid so far, in which those of a crowd are neighbours."""
+def order_of_points_kernel(rows, level, first_entry, entries, crowded, cells, ranks, order, boxes, starts):
+    """The points in the order of the grid so far, in which those of a crowd are neighbours; and for the level to come empty
+    boxes, and zero for the counts of all cells."""
     if crowded[level - 1] == 0:
         return
-    for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
+    first, threads = cuda.grid(1), cuda.gridsize(1)
+    for row in range(first, rows, threads):
         cell = cells[row]
         if cell >= 0:
             order[starts[cell] + ranks[row]] = row
+    crowds = most_crowds(rows)
+    for number in range(first, crowds, threads):
+        clear_box((level - 1) * crowds + number, boxes)
+    for entry in range(first, entries, threads):
+        starts[first_entry + entry] = 0
 
 
 @kernel

@@ -24,6 +24,7 @@ from numbaknn.block import (
     WARP,
     all_lanes,
     from_group,
+    from_lane,
     lane_and_warp,
     lanes_alike,
     lanes_below,
@@ -153,7 +154,8 @@ def first_misfit_kernel(points, dimensions, rows, side, per_side, reach, origin_
 @device
 def tally(counts, place, there):
     """Count one at a place in shared memory. All lanes of the warp get here; in order they often have one place."""
-    if WARP > 1 and all_lanes(there and place == cuda.shfl_sync(-1, place, 0)):
+    first = from_lane(place, 0)  # by all lanes: behind an `and`, those that are not there would be waited for
+    if WARP > 1 and all_lanes(there and place == first):
         if cuda.threadIdx.x % WARP == 0:
             cuda.atomic.add(counts, place, WARP)
     elif there:

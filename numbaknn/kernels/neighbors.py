@@ -38,7 +38,7 @@ answer, answer_or_leave = answer_of(0), answer_of(REFINEMENTS, leaves=True)
 search_part_of_ball = search_part_of_ball_of(0)
 
 # Points that a lane reads at once where a warp looks at all of them.
-POINTS_AT_ONCE = 4
+POINTS_AT_ONCE = 8
 
 # Numbers of 32 bits, so that what they are added to keeps its size.
 NONE, ONE = np.int32(0), np.int32(1)
@@ -168,6 +168,10 @@ def nearest_by_warp(x, y, z, itself, table, packed, limit, missing, k, slots):
             load_point(table, slot + WARP),
             load_point(table, slot + 2 * WARP),
             load_point(table, slot + 3 * WARP),
+            load_point(table, slot + 4 * WARP),
+            load_point(table, slot + 5 * WARP),
+            load_point(table, slot + 6 * WARP),
+            load_point(table, slot + 7 * WARP),
         )
         own = fold(offer_of_lane, own, some, asked)
         slot += POINTS_AT_ONCE * WARP

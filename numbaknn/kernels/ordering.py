@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 from numba import cuda
 
-from numbaknn.block import NOWHERE, rank_in_warp, scan_sums
+from numbaknn.block import NOWHERE, rank_in_warp, sum_before
 from numbaknn.crowds import CROWD, REFINEMENTS, grid_of_crowd
 from numbaknn.geometry import CROWDED, LONGEST, cell_of, is_finite, read_grid, read_point
 from numbaknn.jit import device, kernel
@@ -73,8 +73,19 @@ def count_queries_kernel(query_count, queries, dimensions, starts, frame, shape,
 @kernel
 def sum_places_kernel(shape, places):
     """Turn the counts of the stretches into the places of their first queries. One block."""
-    if shape[CROWDED] != 0:
-        scan_sums(places, places.size)
+    if shape[CROWDED] == 0:
+        return
+    each = (places.size + cuda.blockDim.x - 1) // cuda.blockDim.x
+    first = min(each * cuda.threadIdx.x, places.size)
+    last = min(first + each, places.size)
+    place = np.int32(0)
+    for stretch in range(first, last):
+        place += places[stretch]
+    place, _ = sum_before(place, cuda.blockDim.x)
+    for stretch in range(first, last):
+        count = places[stretch]
+        places[stretch] = place
+        place += count
 
 
 @kernel

@@ -286,15 +286,15 @@ class DeviceGrid:
         lanes = -(-rows // (WARP * crowd_stages.POINTS_A_LANE)) * WARP
         # the table is written last: until then there is room for the order of the points
         order = self.table.viewed(np.int32)
-        launches = [Launch(crowd_stages.clear_crowds_kernel, most_items, threads, crowded, boxes, first_entry, starts)]
+        launches = []
         for level in range(1, REFINEMENTS + 1):
             here = first_entry, entries
             laid = level, first_entry, *limits, crowded, boxes, *grid
             placed = level, first_entry, *grid, crowded, starts, cells_of_rows, ranks
-            ordered = level, crowded, starts, cells_of_rows, ranks
+            ordered = level, *here, crowded, cells_of_rows, ranks, order, boxes, starts
             bounded, sorted_rows = (*cloud[:2], level, crowded, rows), (starts, cells_of_rows, order)
             launches += [
-                Launch(crowd_stages.order_of_points_kernel, most_items, threads, rows, *ordered, order),
+                Launch(crowd_stages.order_of_points_kernel, most_items, threads, rows, *ordered),
                 Launch(crowd_stages.bounds_of_crowds_kernel, lanes, threads, *bounded, *grid, *sorted_rows, boxes),
                 Launch(crowd_stages.frames_of_crowds_kernel, crowds, threads, rows, *laid),
                 Launch(crowd_stages.cells_of_crowds_kernel, most_items, threads, *cloud, *placed),
