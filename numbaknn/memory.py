@@ -32,6 +32,16 @@ def free_host_bytes():
     return max(min(free), 0) if free else None
 
 
+def parts_that_fit(count, itemsize, library):
+    """In how many parts `count` items of so many bytes have to be worked on, as `library` has memory for them: each gets
+    half of what is free, the rest is for what the work itself needs."""
+    needed = count * itemsize
+    if needed < WORTH_ASKING:
+        return 1
+    free = library.free_bytes()
+    return 1 if free is None else min(max(1, -(-2 * needed // max(free, 1))), count)
+
+
 def check_fits(what, count, kinds, library):
     """Raise MemoryError, with the arithmetic, if `count` elements of each of some dtypes are more than `library` has
     memory for. `what`: a sentence about them."""

@@ -16,7 +16,7 @@ from numbaknn.kernels.interpolation import interpolate_kernel
 from numbaknn.launch import Flat, Launch, read, write
 from numbaknn.loops.binning import first_bad_row
 from numbaknn.loops.interpolation import interpolate_loop
-from numbaknn.memory import check_fits
+from numbaknn.memory import check_fits, parts_that_fit
 from numbaknn.planning import Plan, check_like, plannable
 from numbaknn.plans.balls import DeviceBalls, HostBalls
 from numbaknn.plans.batches import Layout, device_grids, host_grids, run_batch_once
@@ -542,12 +542,28 @@ class _Call:
     The subclasses say where the grid comes from. `queries` is None for the points themselves.
     """
 
+    # Whether queries of host arrays may go to the device in several parts.
+    _divisible = True
+
     def _check_memory(self):
-        """Raise if the answer can't fit, on the device as well where it is made there for host arrays."""
+        """Raise if the answer can't fit, on the device as well where all of it is made there for host arrays."""
         asker, options = self._asker, self._options
-        for library in {asker.library, _workspace_library(asker, self._target)}:
-            what = f"k={options.k} neighbours of each of {_rows(asker):,} queries"
-            check_fits(what, _rows(asker) * options.k, (self._dtype, options.index_dtype), library)
+        kinds, rows = (self._dtype, options.index_dtype), _rows(asker)
+        what = f"k={options.k} neighbours of each of {rows:,} queries"
+        check_fits(what, rows * options.k, kinds, asker.library)
+        workspace = _workspace_library(asker, self._target)
+        if workspace is not asker.library:
+            together = 1 if self._divisible and self._queries is not None else rows
+            check_fits(f"k={options.k} neighbours of {together:,} queries", together * options.k, kinds, workspace)
+
+    def _rows_at_once(self):
+        """How many queries of host arrays the device has room for, with their answers: all of them, or a part."""
+        rows, options = _rows(self._asker), self._options
+        kinds = [self._dtype] * self._asker.shape[-1] + [self._dtype, options.index_dtype] * options.k
+        if not self._divisible or self._queries is None:
+            return rows
+        parts = parts_that_fit(rows, sum(kind.itemsize for kind in map(np.dtype, kinds)), _uploader())
+        return -(-rows // parts)
 
     def _empty_answer(self):
         library = self._asker.library
@@ -583,13 +599,31 @@ class _Call:
         elif count and asker.on_device:
             self._run_on_device(values, flat_distances, flat_indices, stream)
         elif count:
-            _, device_distances = _uploader().empty((count * k,), self._dtype)
-            _, device_indices = _uploader().empty((count * k,), options.index_dtype)
-            device_values = None if values is None else _uploaded(values, stream)
-            self._run_on_device(device_values, device_distances, device_indices, stream)
-            flat_distances[:] = read(device_distances, stream)
-            flat_indices[:] = read(device_indices, stream)
+            self._run_through_device(values, flat_distances, flat_indices, stream)
         return hand_back(library, distances), hand_back(library, indices)
+
+    def _run_through_device(self, queries, distances, indices, stream):
+        """Fill flat host arrays with what the device answers."""
+        count, k, at_once = _rows(self._asker), self._options.k, self._rows_at_once()
+        _, device_distances = _uploader().empty((at_once * k,), self._dtype)
+        _, device_indices = _uploader().empty((at_once * k,), self._options.index_dtype)
+        if at_once == count:
+            device_queries = None if queries is None else _uploaded(queries, stream)
+            self._run_on_device(device_queries, device_distances, device_indices, stream)
+            distances[:] = read(device_distances, stream)
+            indices[:] = read(device_indices, stream)
+            return
+        grid, dimensions = self._device_grid(stream), self._asker.shape[-1]
+        for first in range(0, count, at_once):
+            last = min(first + at_once, count)
+            part, here = _uploaded(queries[first * dimensions : last * dimensions], stream), (last - first) * k
+            answer = (
+                device_distances.part(0, here, self._dtype),
+                device_indices.part(0, here, self._options.index_dtype),
+            )
+            grid.query(part, last - first, self._options, *answer, stream)
+            distances[first * k : last * k] = read(answer[0], stream)
+            indices[first * k : last * k] = read(answer[1], stream)
 
 
 class _KnnCall(_Call):
@@ -642,6 +676,11 @@ class _KnnCall(_Call):
         """The index of a missing neighbour."""
         return self._points.shape[-2]
 
+    def _device_grid(self, stream):
+        """A grid that is asked several times."""
+        values = self._values if self._points.on_device else _uploaded(self._values, stream)
+        return self.new_device_grid(values, _workspace_library(self._points, self._target)).build(values, stream)
+
     def _run_on_device(self, queries, distances, indices, stream):
         library = _workspace_library(self._points, self._target)
         values = self._values if self._points.on_device else _uploaded(self._values, stream)
@@ -651,6 +690,8 @@ class _KnnCall(_Call):
 
 class _BatchCall(_KnnCall):
     """A one-shot call for many clouds: of as many points each, or with borders between them."""
+
+    _divisible = False
 
     def __init__(self, points, queries, offsets, query_offsets, options, target):
         self._points, self._queries, self._options, self._values = points, queries, options, None
@@ -750,6 +791,9 @@ class _IndexCall(_Call):
         return self._index._grid(self._dtype)
 
     def _host_grid(self):
+        return self._index._grid(self._dtype)
+
+    def _device_grid(self, stream):
         return self._index._grid(self._dtype)
 
     def run_on_host(self, flats, distances, indices):

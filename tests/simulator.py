@@ -570,6 +570,27 @@ def planned_downsample(draws, size, layout, features_too=False, target="cuda", *
     return answers, right, (plan.launches, plan.device_bytes)
 
 
+def ask_with_little_memory(free, points, queries, **options):
+    """knn and an index, with host arrays, on a device that has so many bytes free; and how many parts that makes."""
+    import numbaknn
+    from numbaknn import arrays, memory
+    from numbaknn.plans.neighbors import DeviceGrid
+
+    before, parts = (memory.WORTH_ASKING, arrays.free_device_bytes, DeviceGrid.query), []
+
+    def query(self, *arguments):
+        parts.append(arguments[1])
+        return before[2](self, *arguments)
+
+    memory.WORTH_ASKING, arrays.free_device_bytes, DeviceGrid.query = 0, lambda: free, query
+    try:
+        one = numbaknn.knn(points, queries, target="cuda", **options)
+        other = numbaknn.GridIndex(points, target="cuda").query(queries, **options)
+    finally:
+        memory.WORTH_ASKING, arrays.free_device_bytes, DeviceGrid.query = before
+    return one, other, parts
+
+
 def set_worth_ordering(count):
     """So many queries among crowds are put in order; how many it took before."""
     neighbors = sys.modules["numbaknn.plans.neighbors"]

@@ -262,3 +262,18 @@ def test_interpolate_for_a_query_without_neighbours(simulated, dtype, k, rng):
     right = numbaknn.interpolate(points, values, queries, k=k, check_finite=False, target="cpu")
     np.testing.assert_array_equal(found, right, strict=True)
     assert found[3] == 0 if dtype is np.int32 and k == 1 else np.isnan(found[3])
+
+
+def test_queries_in_parts(simulated, rng):
+    """Where the device has room for the cloud, but not for all answers."""
+    points, queries = rng.random((30, 3), F32), rng.random((40, 3), F32)
+    right = numbaknn.knn(points, queries, k=3, target="cpu")
+    *found, parts = simulated(simulator.ask_with_little_memory, 3_000, points, queries, k=3)
+    for answer in found:
+        for have, want in zip(answer, right):
+            np.testing.assert_array_equal(have, want, strict=True)
+    assert parts == 2 * [20, 20]
+    with pytest.raises(
+        MemoryError, match=r"^a grid over 30 points .*: 30 x \(16 \+ \d+ \+ 8 bytes\) = .* has 100 bytes free"
+    ):
+        simulated(simulator.ask_with_little_memory, 100, points, queries)

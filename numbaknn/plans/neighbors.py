@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from numba.np.numpy_support import from_dtype
 
+from numbaknn.arrays import NUMPY
 from numbaknn.block import COUNTS_A_THREAD, WARP
 from numbaknn.crowds import CROWD, REFINEMENTS, level_entries, most_crowds
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
@@ -33,6 +34,7 @@ from numbaknn.loops import binning as binning_loops
 from numbaknn.loops import crowds as crowd_loops
 from numbaknn.loops.lists import list_loop
 from numbaknn.loops.neighbors import knn_loop
+from numbaknn.memory import check_fits
 from numbaknn.search import PACE
 from numbaknn.topk import CAPACITIES, capacity
 
@@ -80,6 +82,9 @@ LIST_THREADS = 32
 NEIGHBORS_A_THREAD = 8
 LIST_BYTES = 32 * 1024
 
+# Points of a grid, at most: so that all cells can be numbered in 32 bits, those of crowds among them.
+MOST_ROWS = 500_000_000
+
 # Calls, with their workspace of about 60 bytes a point, that the one-shot functions keep for the next one of the same
 # shapes on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
 MOST_KEPT = 16
@@ -87,8 +92,22 @@ MOST_KEPT_ROWS = 1 << 20
 
 
 def most_cells(rows):
-    """The largest grid for so many points."""
-    return min(max(MOST_CELLS_A_POINT * rows, 64), MOST_CELLS)
+    """The largest grid for so many points: its cells and those of its crowds are numbered together."""
+    return min(max(MOST_CELLS_A_POINT * rows, 64), MOST_CELLS - REFINEMENTS * level_entries.py_func(rows))
+
+
+def check_workspace(rows, dtype, library):
+    """Raise, with the arithmetic, if a grid over so many points can't be numbered, or `library` has no memory for it."""
+    if rows > MOST_ROWS:
+        raise ValueError(f"points must have at most {MOST_ROWS:,} rows, came with {rows:,}")
+    cells = most_cells(rows) + REFINEMENTS * level_entries.py_func(rows)
+    kinds = (4 * np.dtype(dtype).itemsize, "table"), (4 * -(-cells // max(rows, 1)), "cells"), (8, "places")
+    check_fits(
+        f"a grid over {rows:,} points ({', '.join(name for _, name in kinds)})",
+        rows,
+        [np.dtype(f"V{size}") for size, _ in kinds],
+        library,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -150,6 +169,7 @@ class HostGrid:
     """A grid in host memory, built and searched by the CPU loops."""
 
     def __init__(self, rows, dimensions, dtype, cell_size=0.0):
+        check_workspace(rows, dtype, NUMPY)
         self.rows, self.dimensions, self.dtype, self.cell_size = rows, dimensions, np.dtype(dtype), cell_size
         self.frame = np.empty(FRAME_LENGTH * records(rows), dtype)
         self.shape = np.empty(SHAPE_LENGTH * records(rows), np.int32)
@@ -207,6 +227,7 @@ class DeviceGrid:
     """
 
     def __init__(self, points, rows, dimensions, dtype, library, cell_size=0.0):
+        check_workspace(rows, dtype, library)
         self.points, self.rows, self.dimensions, self.dtype = points, rows, dimensions, np.dtype(dtype)
         self.device_bytes = 0
         self._library = library
