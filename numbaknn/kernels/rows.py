@@ -505,11 +505,15 @@ def squares_held(about, others):
 
 
 @cache
-def layer_norm_kernel(lanes, quads, whole, full, rows, early):
+def layer_norm_kernel(lanes, quads, whole, full, rows, early, turns):
     """The kernel for rows that so many lanes hold in so many quads each. whole: as in `row_major_kernel`; full: no lane is
-    without a quad. rows: of a group of lanes; early: whether parameters are read before the statistics are known.
+    without a quad. rows: that a group of lanes holds at a time, in so many turns; early: whether parameters are read before
+    the statistics are known.
+
+    With more turns than one the rows of the next are on their way while those of this one are worked on and written. Rows of
+    more than one warp have a single turn.
     """
-    LANES, QUADS, WHOLE, FULL, ROWS_HELD, EARLY = lanes, quads, whole, full, rows, early
+    LANES, QUADS, WHOLE, FULL, ROWS_HELD, EARLY, TURNS = lanes, quads, whole, full, rows, early, turns
     LANES_IN_WARP, WARPS = min(lanes, WARP), max(1, lanes // WARP)
     WIDTH = 4 * lanes * quads  # of a full row
     OF_WARP = 4 * LANES_IN_WARP * quads
@@ -534,40 +538,45 @@ def layer_norm_kernel(lanes, quads, whole, full, rows, early):
             else:
                 w = load_quads_up_to(weight, 0, first, step, width, slots)
                 b = load_quads_up_to(bias, 0, first, step, width, slots)
-        share = one_over(columns, eps)
-        offs = mapped(off_first, held, (first, step, width, FULL, eps))
-        sums = all_met_in_warp(mapped(sum_held, offs, ()), LANES_IN_WARP)
-        means = mapped(mean_of, sums, share)
-        abouts = mapped(off_mean, numbers, (offs, means, first, step, width, FULL))
-        squares = all_met_in_warp(mapped(squares_held, abouts, ()), LANES_IN_WARP)
-        if WARPS > 1:
-            of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
-            slot = (cuda.threadIdx.x // WARP - warp) * ROWS_HELD
-            if lane % WARP == 0:
-                for n in range(ROWS_HELD):
-                    there = 2 * (slot + n * WARPS + warp)
-                    of_warps[there] = sums[n]
-                    of_warps[there + 1] = squares[n]
-            cuda.syncthreads()
-        share = one_over(width, eps)
-        for n in range(ROWS_HELD):
+        share_of_warp, share = one_over(columns, eps), one_over(width, eps)
+        for _ in range(TURNS):
+            here = held
+            next_row = row + cuda.gridsize(1) // LANES * ROWS_HELD
+            if TURNS > 1:
+                held = mapped(held_row, numbers, (x, next_row, count, stride, first, step, width, slots, WHOLE))
+            offs = mapped(off_first, here, (first, step, width, FULL, eps))
+            sums = all_met_in_warp(mapped(sum_held, offs, ()), LANES_IN_WARP)
+            means = mapped(mean_of, sums, share_of_warp)
+            abouts = mapped(off_mean, numbers, (offs, means, first, step, width, FULL))
+            squares = all_met_in_warp(mapped(squares_held, abouts, ()), LANES_IN_WARP)
             if WARPS > 1:
-                mean, of_row = statistics_of_row(width, slot + n * WARPS, WARPS, of_warps)
-                about = difference(offs[n], mean)
-            else:
-                about, of_row = abouts[n], squares[n]
-            scale = scale_of(of_row, share, eps)
-            if row + n < count:
-                for m in range(QUADS):
-                    column = first + m * step
-                    if FULL or column < width:
-                        if EARLY:
-                            w_quad, b_quad = quad_of(w, m), quad_of(b, m)
-                        else:
-                            w_quad = load_quad(weight, column, width, WHOLE)
-                            b_quad = load_quad(bias, column, width, WHOLE)
-                        result = scaled(quad_of(about, m), scale, w_quad, b_quad)
-                        write_quad(y, (row + n) * width, column, width, result, WHOLE)
+                of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
+                slot = (cuda.threadIdx.x // WARP - warp) * ROWS_HELD
+                if lane % WARP == 0:
+                    for n in range(ROWS_HELD):
+                        there = 2 * (slot + n * WARPS + warp)
+                        of_warps[there] = sums[n]
+                        of_warps[there + 1] = squares[n]
+                cuda.syncthreads()
+            for n in range(ROWS_HELD):
+                if WARPS > 1:
+                    mean, of_row = statistics_of_row(width, slot + n * WARPS, WARPS, of_warps)
+                    about = difference(offs[n], mean)
+                else:
+                    about, of_row = abouts[n], squares[n]
+                scale = scale_of(of_row, share, eps)
+                if row + n < count:
+                    for m in range(QUADS):
+                        column = first + m * step
+                        if FULL or column < width:
+                            if EARLY:
+                                w_quad, b_quad = quad_of(w, m), quad_of(b, m)
+                            else:
+                                w_quad = load_quad(weight, column, width, WHOLE)
+                                b_quad = load_quad(bias, column, width, WHOLE)
+                            result = scaled(quad_of(about, m), scale, w_quad, b_quad)
+                            write_quad(y, (row + n) * width, column, width, result, WHOLE)
+            row = next_row
 
     return layer_norm_kernel
 

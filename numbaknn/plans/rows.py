@@ -164,18 +164,18 @@ def row_lanes(width, partials):
 class Norm:
     """`layer_norm` for tables of one shape and dtype.
 
-    For experiments alone: lanes, that hold a row; threads of a block; rows, that a group of lanes holds; early, whether the
-    parameters are read before the statistics are known.
+    For experiments alone: lanes, that hold a row; threads of a block; rows, that a group of lanes holds at a time, and
+    turns, that it takes; early, whether the parameters are read before the statistics are known.
     """
 
     takes_columns = False
 
-    def __init__(self, count, width, dtype, eps, lanes=None, threads=None, rows=1, early=False):
+    def __init__(self, count, width, dtype, eps, lanes=None, threads=None, rows=1, early=False, turns=1):
         self.count, self.width, self.dtype = count, width, np.dtype(dtype)
         self.eps = self.dtype.type(eps)
         self.lanes = lanes or norm_lanes(width)
-        self.threads, self.rows, self.early = threads, rows, early
-        self.key = Norm, self.width, self.dtype, float(self.eps), self.lanes, threads, rows, early
+        self.threads, self.rows, self.early, self.turns = threads, rows, early, turns
+        self.key = Norm, self.width, self.dtype, float(self.eps), self.lanes, threads, rows, early, turns
 
     def outputs(self):
         return (((self.count, self.width), self.dtype),)
@@ -192,17 +192,17 @@ class Norm:
         flat, _, stride = memory
         quads = -(-self.width // (4 * self.lanes))
         whole = self.width % 4 == 0 and stride % 4 == 0 and is_aligned(flat, *parameters, *outputs)
-        rows = 1
+        rows = turns = 1
         if quads > MOST_QUADS_HELD * (2 if self.lanes == kernels.WARP else 1):
             kernel = kernels.wide_layer_norm_kernel(self.lanes, whole)
         else:
             full, rows = whole and self.width == 4 * self.lanes * quads, self.rows
-            kernel = kernels.layer_norm_kernel(self.lanes, quads, whole, full, rows, self.early)
+            turns = self.turns if self.lanes <= kernels.WARP else 1
+            kernel = kernels.layer_norm_kernel(self.lanes, quads, whole, full, rows, self.early, turns)
         threads = max(self.threads or NORM_THREADS, self.lanes) // self.lanes * self.lanes
         arguments = flat, stride, count, self.width, *parameters, self.eps, *outputs
-        return Launch(
-            kernel, -(-count // rows) * self.lanes, threads, *arguments, shared_bytes=EXCHANGE_BYTES * threads
-        )
+        items = -(-count // (rows * turns)) * self.lanes
+        return Launch(kernel, items, threads, *arguments, shared_bytes=EXCHANGE_BYTES * threads)
 
 
 def norm_lanes(width):
