@@ -4,9 +4,11 @@ A small cloud takes one launch, `pool_kernel`: every block fills its part of the
 into it while the zeros are on their way, and writes their voxels over them.
 
 A large cloud is sorted by voxel, then every voxel is written once: `middle_sums`, `keys`, for each further digit
-`count_digits`, for each digit `sum_digits` and `move`, then `fold` (the voxels' values, one after another, work shared out
-by points, so that a crowd in one voxel is nobody's alone), `join` (those that more than one block had a part of), `spread`
-(into the grid). pooling.py has the order of every sum.
+`count_digits`, for each digit `sum_digits` and `move`, then `fold_rows` (the voxels' values, work shared out by points, so
+that a crowd in one voxel is nobody's alone), `join` (those that reach over windows), `spread` (into the grid). A layer is
+applied ahead, in the register tiles of kernels/dense.py; one that isn't worth them, or the memory, is applied by `fold` in
+place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills it with zeros meanwhile, and `spread`
+writes what isn't empty. pooling.py has the order of every sum.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cuda, float64, int32
+from numba import cuda, float64, int32, int64
 
 from numbaknn.block import MOST_WARPS, WARP, lane_and_warp, lanes_with, sum_before
 from numbaknn.geometry import is_finite, read_point
@@ -70,6 +72,9 @@ CARRIED = 2 * MOST_GROUP
 
 # Shared memory that is accessed in quads begins at a multiple of 16 bytes; the simulator knows no such thing.
 ALIGNED = None if SIMULATED else 16
+
+# Voxels of a sector of 32 bytes, of which memory writes none in part, in float32 (in float64 it is two of them).
+SECTOR = 8
 
 # Where the weights of a layer are: there is none, in shared memory, too many for that.
 NO_LAYER, LAYER_IN_SHARED, LAYER_IN_GLOBAL = 0, 1, 2
@@ -362,16 +367,22 @@ def with_quad(value, four, weight, width, channels, place, step, table, LAYER):
 
 
 @device
+def quad_of_features(features, base, width, channel, biases, example, BIASED, WHOLE):
+    """Four channels of the point whose features begin at `base`, where there are no weights. biases: four of the bias."""
+    value = real_of(load_quad(features, base + channel, base + width, WHOLE), example)
+    return total(biases, value) if BIASED else value
+
+
+@device
 def quad_of_point(features, base, layer, channels, channel, table, at, bits, example, LAYER, BIASED, WHOLE):
     """Four channels of the point whose features begin at `base`, the first of which is channel `at` of its group.
 
     layer: (width, weight, bias).
     """
     width, weight, bias = layer
-    if LAYER == NO_LAYER:
-        value = real_of(load_quad(features, base + channel, base + width, WHOLE), example)
-        return total(load_up_to(bias, channel, channels, QUAD), value) if BIASED else value
     value = load_up_to(bias, channel, channels, QUAD) if BIASED else zeros(example, QUAD)
+    if LAYER == NO_LAYER:
+        return quad_of_features(features, base, width, channel, value, example, BIASED, WHOLE)
     place, step = (at, 1 << bits) if LAYER == LAYER_IN_SHARED else (channel * width, 1)
     last = base + width
     while base + 16 <= last:  # all four quads are on their way before the first is needed
@@ -669,9 +680,104 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
 # -- Large clouds --------------------------------------------------------------------------------------------------------
 
 
+@kernel
+def clear_grid_kernel(grid):
+    """Zeros for a grid of whole quads, by any number of threads."""
+    quad, quads, threads = cuda.grid(1), grid.size // 4, cuda.gridsize(1)
+    none = zeros(grid[0], QUAD)
+    while quad < quads:
+        store_vector(grid, 4 * quad, none)
+        quad += threads
+
+
+@device
+def divided(n, by):
+    """(quotient, remainder), in 32 bits without a sign."""
+    n, by = np.uint32(n), np.uint32(by)
+    quotient = np.uint32(n // by)
+    return int64(quotient), int64(np.uint32(n - quotient * by))
+
+
+@device
+def sorted_quad(order, features, base, width, place, channel, biases, example, start, BIASED, WHOLE):
+    """Four channels of the point at a place of the sorted list, in the type of `start`."""
+    row = base + order[place] * width
+    return converted(quad_of_features(features, row, width, channel, biases, example, BIASED, WHOLE), start)
+
+
+@cache
+def fold_rows_kernel(threads, blocks, biased, whole):
+    """The kernel for sorted clouds whose points add their features as they are, with a bias or without. blocks: how many
+    share a multiprocessor. whole: whether features are quads at multiples of 16 bytes."""
+    THREADS, BIASED, WHOLE = threads, biased, whole
+
+    @kernel((threads, blocks))
+    def fold_rows_kernel(
+        keys,
+        order,
+        clouds_step,
+        features,
+        count,
+        width,
+        bias,
+        voxels,
+        reduce,
+        window,
+        windows,
+        stretch,
+        stretches,
+        bits,
+        rows_each,
+        by_voxel,
+        length,
+        pooled,
+        edges,
+    ):
+        """A stretch of a window of the sorted points of one element in 2^bits channels a block; groups of channels follow
+        each other.
+
+        A thread has four channels of the voxel that begins at a place, and takes its points as far as the window goes: at
+        most a window's, so no crowd is worth sharing out. No thread waits for another one.
+        """
+        group, rest = divided(cuda.blockIdx.x, (width + (1 << bits) - 1) >> bits)
+        part, number = divided(rest, stretches)
+        b, of_element = divided(part, windows)
+        cloud, base, begin = b * clouds_step, b * count * width, of_element * window
+        first, last = begin + number * stretch, min(begin + window, count)
+        start = np.float64(nothing(reduce, edges[0]))
+        points = order, features, base, width
+        target = pooled, b * rows_each, by_voxel, edges, part, length, width, voxels
+        for item in range(cuda.threadIdx.x, stretch << (bits - 2), THREADS):
+            at, channel = first + (item >> (bits - 2)), (group << bits) + ((item << 2) & ((1 << bits) - 1))
+            if at < last and channel < width:
+                key = keys[cloud + at]
+                begins = at == 0 or keys[cloud + max(at, 1) - 1] != key
+                if key < voxels and (begins or at == begin):
+                    biases = load_up_to(bias, channel, width, QUAD) if BIASED else zeros(pooled[0], QUAD)
+                    values = channel, biases, pooled[0], start, BIASED, WHOLE
+                    head, four = at if begins else int64(-1), total(zeros(start, QUAD), start)
+                    four = met(four, sorted_quad(*points, cloud + at, *values), reduce)
+                    at += 1
+                    # a crowd, of which four points are on their way at a time
+                    while at + 3 < last and keys[cloud + at + 3] == key:
+                        a = sorted_quad(*points, cloud + at, *values)
+                        b_ = sorted_quad(*points, cloud + at + 1, *values)
+                        c = sorted_quad(*points, cloud + at + 2, *values)
+                        d = sorted_quad(*points, cloud + at + 3, *values)
+                        four = met(met(met(met(four, a, reduce), b_, reduce), c, reduce), d, reduce)
+                        at += 4
+                    while at < last and keys[cloud + at] == key:
+                        four = met(four, sorted_quad(*points, cloud + at, *values), reduce)
+                        at += 1
+                    closed = at < last or at == count or keys[cloud + min(at, count - 1)] != key
+                    into_rows(target, channel, four, key, head, at, closed, reduce)
+
+    return fold_rows_kernel
+
+
 @cache
 def fold_kernel(threads, layer, biased, whole):
-    """The kernel for sorted clouds, with parameters as those of `pool_kernel`."""
+    """The kernel for sorted clouds with a layer on the way, with parameters as those of `pool_kernel`."""
     THREADS, LAYER, BIASED, WHOLE = threads, layer, biased, whole
 
     @kernel
@@ -803,15 +909,19 @@ def quad_of_row(pooled, row, first_row, length, channel, example):
 
 
 @cache
-def spread_kernel(threads, whole):
-    """whole: the grid is quads of voxels, at multiples of 16 bytes."""
-    THREADS, WHOLE = threads, whole
+def spread_kernel(threads, whole, cleared):
+    """whole: the grid is quads of voxels, at multiples of 16 bytes. cleared: a whole grid that is full of zeros already."""
+    THREADS, WHOLE, CLEARED = threads, whole, cleared
 
     @kernel
     def spread_kernel(
         keys, clouds_step, count, channels, voxels, tiles, splits, each, rows_each, by_voxel, length, pooled, grid
     ):
-        """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other."""
+        """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other.
+
+        Of a grid that is cleared only the sectors in which there is a point are: memory takes a part of one as a sector read
+        and written.
+        """
         tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
         split, b = rest % splits, rest // splits
         first = (tile * THREADS + cuda.threadIdx.x) * 4 if WHOLE else tile * THREADS * 4 + cuda.threadIdx.x
@@ -819,7 +929,14 @@ def spread_kernel(threads, whole):
         if first < voxels:
             cloud = b * clouds_step
             last = cloud + count
-            at_a = first_at_least(keys, cloud, last, first)
+            if CLEARED:
+                sector = first - first % SECTOR
+                at_a = first_at_least(keys, cloud, last, sector)
+                if at_a == last or keys[at_a] >= sector + SECTOR:
+                    return
+                at_a = place_of(keys, at_a, last, first)
+            else:
+                at_a = first_at_least(keys, cloud, last, first)
             at_b = place_of(keys, at_a, last, first + step)
             at_c = place_of(keys, at_b, last, first + 2 * step)
             at_d = place_of(keys, at_c, last, first + 3 * step)
