@@ -33,7 +33,7 @@ from numbaknn.launch import has_device
 from numbaknn.plans.dense import ROUNDED_TILES, TILES
 from numbaknn.plans.neighbors import CROWD_BLOCKS
 from numbaknn.plans.rows import MOST_TURN, TURNS
-from numbaknn.plans.voxels import FOLD_BLOCKS, FOLD_BLOCKS_OF_OTHERS
+from numbaknn.plans.voxels import FOLD_BLOCKS
 
 REAL = "REAL"
 
@@ -276,23 +276,14 @@ KERNELS |= {
     ),
     "pool_kernel[unaligned]": pooling(voxels.pool_kernel(256, voxels.LAYER_IN_SHARED, False, False, False), (72, 72)),
 }
-FOLD_ROWS = {
-    "": (False, True, FOLD_BLOCKS),
-    "[bias]": (True, True, FOLD_BLOCKS_OF_OTHERS),
-    "[unaligned]": (True, False, FOLD_BLOCKS_OF_OTHERS),
-    "[halves]": (False, True, FOLD_BLOCKS_OF_OTHERS),
+KERNELS |= {
+    "fold_rows_kernel": pooling(
+        voxels.fold_rows_kernel(256, FOLD_BLOCKS, False, True), (48, 48), loads=4, stores=2, threads=(256, FOLD_BLOCKS)
+    ),
+    "fold_rows_kernel[bias]": pooling(voxels.fold_rows_kernel(256, None, True, True), (64, 64), loads=4, stores=2),
+    "fold_rows_kernel[unaligned]": pooling(voxels.fold_rows_kernel(256, None, True, False), (72, 72), stores=2),
+    "fold_rows_kernel[halves]": pooling(voxels.fold_rows_kernel(256, None, False, True), (56,), stores=2, halves=True),
 }
-for name, (biased, whole, blocks) in FOLD_ROWS.items():
-    kernel, most = voxels.fold_rows_kernel(256, blocks, biased, whole), 48 if blocks == FOLD_BLOCKS else 64
-    halves, loads = name == "[halves]", 4 if whole else 0
-    KERNELS[f"fold_rows_kernel{name}"] = pooling(
-        kernel,
-        (most,) if halves else (most, most),
-        halves=halves,
-        loads=0 if halves else loads,
-        stores=2,
-        threads=(256, blocks),
-    )
 for name, layer in LAYERS.items():
     kernel = voxels.pool_kernel(256, layer, True, True, True)
     KERNELS[f"pool_kernel[{name}]"] = pooling(kernel, POOL_REGISTERS[name], loads=1, stores=2)

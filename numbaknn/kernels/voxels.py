@@ -708,10 +708,10 @@ def sorted_quad(order, features, base, width, place, channel, biases, example, s
 @cache
 def fold_rows_kernel(threads, blocks, biased, whole):
     """The kernel for sorted clouds whose points add their features as they are, with a bias or without. blocks: how many
-    share a multiprocessor. whole: whether features are quads at multiples of 16 bytes."""
+    have to share a multiprocessor, if that is said. whole: whether features are quads at multiples of 16 bytes."""
     THREADS, BIASED, WHOLE = threads, biased, whole
 
-    @kernel((threads, blocks))
+    @kernel((threads, blocks) if blocks else None)
     def fold_rows_kernel(
         keys,
         order,
@@ -739,7 +739,7 @@ def fold_rows_kernel(threads, blocks, biased, whole):
         A thread has four channels of the voxel that begins at a place, and takes its points as far as the window goes: at
         most a window's, so no crowd is worth sharing out. No thread waits for another one.
         """
-        group, rest = divided(cuda.blockIdx.x, (width + (1 << bits) - 1) >> bits)
+        rest, group = divided(cuda.blockIdx.x, (width + (1 << bits) - 1) >> bits)
         part, number = divided(rest, stretches)
         b, of_element = divided(part, windows)
         cloud, base, begin = b * clouds_step, b * count * width, of_element * window

@@ -50,11 +50,11 @@ MOST_BITS = kernels.MOST_DIGITS.bit_length() - 1
 LEAST_STRETCH = 2048
 MOST_BLOCKS = 264
 
-# Places of the sorted list that a block folds where no layer is on the way: two for eight threads. And how many blocks share
-# a multiprocessor, as what they wait for is memory: with a bias, with features that are no whole quads or half of a real, a
-# thread needs a few registers more than 48.
+# Places of the sorted list that a block folds where no layer is on the way: two for every eight threads. And how many blocks
+# share a multiprocessor, as what they wait for is memory; with a bias, with halves, or with features that are no whole quads
+# a thread needs more registers than that leaves.
 FOLD_STRETCH = 64
-FOLD_BLOCKS, FOLD_BLOCKS_OF_OTHERS = 5, 4
+FOLD_BLOCKS = 5
 
 # Channels that a thread writes of its four voxels.
 SPREAD_CHANNELS = 64
@@ -214,7 +214,8 @@ class HostPool:
 class DevicePool:
     """Pooling by the kernels, in a workspace that is kept, all launches in one graph.
 
-    flats: memory of the lengths, dtypes and alignment that every run will have; runs may take other memory.
+    flats: memory of the lengths, dtypes and alignment that every run will have; runs may take other memory. launches: in an
+    order in which they may run one by one; after: for each the numbers of those that it has to wait for.
     """
 
     def __init__(self, pool, flats, library):
@@ -230,7 +231,7 @@ class DevicePool:
         self._whole = pool.width % 4 == 0 and is_aligned(named["features"])
         self._tile_elements = pool.tile_elements or TILE_ELEMENTS
         self._spread_channels = pool.spread_channels or SPREAD_CHANNELS
-        self.launches, self._after = [], []
+        self.launches, self.after = [], []
         self._choose_group()
         if pool.is_small:
             self._add(self._small())
@@ -240,12 +241,12 @@ class DevicePool:
     @cached_property
     def graph(self):
         """All launches as one graph, whose changing arguments are the flats."""
-        return Graph(self.launches, list(self._named.values()), after=self._after)
+        return Graph(self.launches, list(self._named.values()), after=self.after)
 
     def _add(self, launch, *after):
         """Note a launch, and the numbers of those that have to be done before it. Its own number."""
         self.launches.append(launch)
-        self._after.append(after)
+        self.after.append(after)
         return len(self.launches) - 1
 
     def _empty(self, length, dtype):
@@ -403,9 +404,7 @@ class DevicePool:
             features = self._named["features"] if layer is None else layer
             biased, aligned = (pool.biased, self._whole) if layer is None else (False, channels % 4 == 0)
             plain = aligned and not biased and features.dtype == pool.dtype
-            kernel = kernels.fold_rows_kernel(
-                POOL_THREADS, FOLD_BLOCKS if plain else FOLD_BLOCKS_OF_OTHERS, biased, aligned
-            )
+            kernel = kernels.fold_rows_kernel(POOL_THREADS, FOLD_BLOCKS if plain else None, biased, aligned)
             work = features, count, channels, self._bias, *what, stretch, stretches, bits
         items = blocks * -(-channels // (1 << bits)) * POOL_THREADS
         arguments = keys, order, step, *work, *places, rows, edges
