@@ -911,7 +911,7 @@ def test_simulated_layer_in_tiles_of(simulated, dtype, rng):
     arrays["features"] = arrays["features"].astype(dtype)
     found, _, _ = simulated(simulator.pool_variant, arrays, 2, "mean", {"tiled": True})
     right = pool(**{**arrays, "features": arrays["features"].astype(real)}, grid_size=2, reduce="mean")
-    close(found, right)
+    close(found, right, found.dtype)
 
 
 @pytest.mark.parametrize("side, channels, layer, backwards", [(2, 5, None, False), (6, 3, 4, False), (6, 3, 4, True)])

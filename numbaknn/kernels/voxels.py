@@ -699,9 +699,9 @@ def divided(n, by):
 
 
 @device
-def sorted_quad(order, features, base, width, place, channel, biases, example, start, BIASED, WHOLE):
-    """Four channels of the point at a place of the sorted list, in the type of `start`."""
-    row = base + order[place] * width
+def quad_of_number(point, features, base, width, channel, biases, example, start, BIASED, WHOLE):
+    """Four channels of a point by its number, in the type of `start`."""
+    row = base + point * width
     return converted(quad_of_features(features, row, width, channel, biases, example, BIASED, WHOLE), start)
 
 
@@ -745,29 +745,28 @@ def fold_rows_kernel(threads, blocks, biased, whole):
         cloud, base, begin = b * clouds_step, b * count * width, of_element * window
         first, last = begin + number * stretch, min(begin + window, count)
         start = np.float64(nothing(reduce, edges[0]))
-        points = order, features, base, width
         target = pooled, b * rows_each, by_voxel, edges, part, length, width, voxels
         for item in range(cuda.threadIdx.x, stretch << (bits - 2), THREADS):
             at, channel = first + (item >> (bits - 2)), (group << bits) + ((item << 2) & ((1 << bits) - 1))
             if at < last and channel < width:
-                key = keys[cloud + at]
+                key, point = keys[cloud + at], order[cloud + at]
                 begins = at == 0 or keys[cloud + max(at, 1) - 1] != key
                 if key < voxels and (begins or at == begin):
                     biases = load_up_to(bias, channel, width, QUAD) if BIASED else zeros(pooled[0], QUAD)
-                    values = channel, biases, pooled[0], start, BIASED, WHOLE
+                    of_point = features, base, width, channel, biases, pooled[0], start, BIASED, WHOLE
                     head, four = at if begins else int64(-1), total(zeros(start, QUAD), start)
-                    four = met(four, sorted_quad(*points, cloud + at, *values), reduce)
+                    four = met(four, quad_of_number(point, *of_point), reduce)
                     at += 1
                     # a crowd, of which four points are on their way at a time
                     while at + 3 < last and keys[cloud + at + 3] == key:
-                        a = sorted_quad(*points, cloud + at, *values)
-                        b_ = sorted_quad(*points, cloud + at + 1, *values)
-                        c = sorted_quad(*points, cloud + at + 2, *values)
-                        d = sorted_quad(*points, cloud + at + 3, *values)
+                        a = quad_of_number(order[cloud + at], *of_point)
+                        b_ = quad_of_number(order[cloud + at + 1], *of_point)
+                        c = quad_of_number(order[cloud + at + 2], *of_point)
+                        d = quad_of_number(order[cloud + at + 3], *of_point)
                         four = met(met(met(met(four, a, reduce), b_, reduce), c, reduce), d, reduce)
                         at += 4
                     while at < last and keys[cloud + at] == key:
-                        four = met(four, sorted_quad(*points, cloud + at, *values), reduce)
+                        four = met(four, quad_of_number(order[cloud + at], *of_point), reduce)
                         at += 1
                     closed = at < last or at == count or keys[cloud + min(at, count - 1)] != key
                     into_rows(target, channel, four, key, head, at, closed, reduce)
