@@ -571,14 +571,20 @@ def kept(typing, vector, first, step, last):
     return _kept(vector, 0)
 
 
-def _minus_zero(is_half):
-    return -(1 << 15) if is_half else -0.0
+def _minus_zero(bits):
+    """What -0 is among integers of so many bits, of which 16 are those of a half; with none, among reals."""
+    return {0: -0.0, 16: -(1 << 15)}.get(bits, 0)
 
 
-@instruction(lambda vector, *where: _python_kept(vector, *where, _minus_zero(vector.dtype == np.int16)))
+def _python_kept_else_minus_zero(vector, first, step, last):
+    integer = vector.dtype.kind == "i"
+    return _python_kept(vector, first, step, last, _minus_zero(8 * vector.itemsize if integer else 0))
+
+
+@instruction(_python_kept_else_minus_zero)
 def kept_else_minus_zero(typing, vector, first, step, last):
     """As `kept` with -0 in place, of reals or of the bits of halves: added to any sum, -0 leaves it as it is."""
-    return _kept(vector, _minus_zero(vector.dtype == types.int16))
+    return _kept(vector, _minus_zero(0 if isinstance(vector.dtype, types.Float) else vector.dtype.bitwidth))
 
 
 @instruction(lambda vector, n: vector[4 * n : 4 * n + 4])

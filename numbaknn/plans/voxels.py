@@ -16,7 +16,7 @@ import numpy as np
 from numbaknn.keeping import Kept
 from numbaknn.kernels import voxels as kernels
 from numbaknn.lanes import EXCHANGE_BYTES
-from numbaknn.launch import Graph, Launch, is_capturing, multiprocessors
+from numbaknn.launch import Graph, Launch, multiprocessors
 from numbaknn.loops import voxels as loops
 from numbaknn.plans import dense
 from numbaknn.plans.neighbors import keep_if_captured
@@ -448,10 +448,8 @@ def run_once(pool, flats, library, stream):
         return DevicePool(pool, [flat.borrowed() for flat in flats], library)
 
     needed = workspace_bytes(pool)
-    if needed > MOST_KEPT_BYTES or (needed and is_capturing(stream)):
-        pool = pool._replace(beside=False)  # launches in a row
     if needed > MOST_KEPT_BYTES:
-        device_pool = DevicePool(pool, flats, library)
+        device_pool = DevicePool(pool._replace(beside=False), flats, library)  # as the launches are in a row
         for launch in device_pool.launches:
             launch.run(stream)
     else:
