@@ -387,18 +387,14 @@ def stages(page, pool, repeats=REPEATS):
         page.row(f"    {name} ({launch.blocks} blocks)", gpu_times([partial(run, [launch])], repeats))
 
 
-# The large case: the layer in register tiles or while the points are folded, zeros beside the rest or not, and what else
-# may be chosen for it.
-WAYS = [
-    {},
-    {"beside": False},
-    {"tiled": False},
-    {"tiled": False, "beside": False},
-]
+# The large case: the layer in register tiles or while the points are folded, zeros beside the rest or not, in all elements
+# or in some; and what else may be chosen for it.
+WAYS = [{}, {"beside": 0}, {"tiled": False}, {"tiled": False, "beside": 0}]
 CHOICES = [
+    *({"beside": elements} for elements in (4, 6, 8, 10, 12, 14)),
     *({"fold_stretch": places} for places in (16, 32, 128, 1024)),
     *({"spread_channels": channels} for channels in (16, 32)),
-    *({"beside": False, "spread_channels": channels} for channels in (16, 32)),
+    *({"beside": 0, "spread_channels": channels} for channels in (16, 32)),
     {"group": 16},
 ]
 BLOCKS_THAT_CLEAR = 1, 4, 8
@@ -437,7 +433,7 @@ def measure_ways(page, shape):
     chosen = plans.CLEAR_BLOCKS
     for blocks in BLOCKS_THAT_CLEAR:
         plans.CLEAR_BLOCKS = blocks
-        measure_one(f"{blocks} blocks a multiprocessor clear", {"beside": True})
+        measure_one(f"{blocks} blocks a multiprocessor clear", {})
     plans.CLEAR_BLOCKS = chosen
     page.row("zeros alone (CuPy's fill)", gpu_times([partial(grid.fill, 0)]), floor)
 

@@ -53,7 +53,7 @@ SCALARS = {
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride depth clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
     "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
-    "entries first_entry level slot slots column most_lanes",
+    "entries first_entry level slot slots column most_lanes cleared",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",
     types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
@@ -268,9 +268,8 @@ KERNELS |= {
     "move_kernel": pooling(voxels.move_kernel(256), (38,)),
     "join_kernel": pooling(voxels.join_kernel, (39, 39)),
     "clear_grid_kernel": pooling(voxels.clear_grid_kernel, (16, 16), stores=1),
-    "spread_kernel": pooling(voxels.spread_kernel(256, True, False), (48, 66), loads=4, stores=4),
-    "spread_kernel[cleared]": pooling(voxels.spread_kernel(256, True, True), (48, 66), loads=4, stores=4),
-    "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False, False), (42, 58), loads=4),
+    "spread_kernel": pooling(voxels.spread_kernel(256, True), (48, 66), loads=4, stores=4),
+    "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (42, 58), loads=4),
     "pool_kernel[halves]": pooling(
         voxels.pool_kernel(256, voxels.NO_LAYER, False, True, True), (80,), stores=1, halves=True
     ),

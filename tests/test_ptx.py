@@ -137,7 +137,7 @@ def test_accesses_of_128_bits(compiled, identifier):
 
 @pytest.mark.parametrize("identifier", [name for name, (entry, *_) in VARIANTS.items() if entry.tile])
 def test_products(compiled, identifier):
-    """A step of the matrix product is products and sums, fused or not, and the fewest reads of shared memory that serve them."""
+    """A step of the matrix product is products and sums, fused or not, and the fewest reads of shared memory for them."""
     entry, real, _ = VARIANTS[identifier]
     tile, ptx = entry.tile, compiled(identifier)
     lanes, suffix, words = ("v4", "f32", 1) if real == types.float32 else ("v2", "f64", 2)

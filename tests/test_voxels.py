@@ -914,11 +914,13 @@ def test_simulated_layer_in_tiles_of(simulated, dtype, rng):
     close(found, right, found.dtype)
 
 
-@pytest.mark.parametrize("side, channels, layer, backwards", [(2, 5, None, False), (6, 3, 4, False), (6, 3, 4, True)])
-def test_simulated_zeros_beside_the_rest(simulated, side, channels, layer, backwards, rng):
+@pytest.mark.parametrize(
+    "side, channels, layer, elements, backwards", [(2, 5, None, 1, False), (6, 3, 4, 2, False), (6, 3, 4, 1, True)]
+)
+def test_simulated_zeros_beside_the_rest(simulated, side, channels, layer, elements, backwards, rng):
     """Sectors with a point and without, and one that reaches beyond the grid; launches in any order that they allow."""
     arrays = draw(rng, 2, SMALL + 3, channels, layer, spread=0.8)
-    variant = {"beside": True, "tiled": layer is not None}
+    variant = {"beside": elements, "tiled": layer is not None}
     found, right, names = simulated(simulator.pool_variant, arrays, side, "sum", variant, backwards)
     assert names[0] == "clear_grid_kernel"
     np.testing.assert_array_equal(found, right, strict=True)

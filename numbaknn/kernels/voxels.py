@@ -7,8 +7,8 @@ A large cloud is sorted by voxel, then every voxel is written once: `middle_sums
 `count_digits`, for each digit `sum_digits` and `move`, then `fold_rows` (the voxels' values, work shared out by points, so
 that a crowd in one voxel is nobody's alone), `join` (those that reach over windows), `spread` (into the grid). A layer is
 applied ahead, in the register tiles of kernels/dense.py; one that isn't worth them, or the memory, is applied by `fold` in
-place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills it with zeros meanwhile, and `spread`
-writes what isn't empty. pooling.py has the order of every sum.
+place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills elements with zeros meanwhile, of which
+`spread` then writes what isn't empty. pooling.py has the order of every sum.
 """
 
 from __future__ import annotations
@@ -681,11 +681,10 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
 
 
 @kernel
-def clear_grid_kernel(grid):
-    """Zeros for a grid of whole quads, by any number of threads."""
-    quad, quads, threads = cuda.grid(1), grid.size // 4, cuda.gridsize(1)
-    none = zeros(grid[0], QUAD)
-    while quad < quads:
+def clear_grid_kernel(grid, length):
+    """Zeros for so many elements of a grid of whole quads, by any number of threads."""
+    quad, threads, none = cuda.grid(1), cuda.gridsize(1), zeros(grid[0], QUAD)
+    while 4 * quad < length:
         store_vector(grid, 4 * quad, none)
         quad += threads
 
@@ -908,18 +907,31 @@ def quad_of_row(pooled, row, first_row, length, channel, example):
 
 
 @cache
-def spread_kernel(threads, whole, cleared):
-    """whole: the grid is quads of voxels, at multiples of 16 bytes. cleared: a whole grid that is full of zeros already."""
-    THREADS, WHOLE, CLEARED = threads, whole, cleared
+def spread_kernel(threads, whole):
+    """whole: the grid is quads of voxels, at multiples of 16 bytes."""
+    THREADS, WHOLE = threads, whole
 
     @kernel
     def spread_kernel(
-        keys, clouds_step, count, channels, voxels, tiles, splits, each, rows_each, by_voxel, length, pooled, grid
+        keys,
+        clouds_step,
+        count,
+        channels,
+        voxels,
+        tiles,
+        splits,
+        each,
+        cleared,
+        rows_each,
+        by_voxel,
+        length,
+        pooled,
+        grid,
     ):
-        """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other.
+        """Every voxel written: four voxels and `each` channels a thread. Stretches of voxels follow each other.
 
-        Of a grid that is cleared only the sectors in which there is a point are: memory takes a part of one as a sector read
-        and written.
+        Of the elements before `cleared`, which are full of zeros if the grid is whole, only sectors with a point are
+        written, as a whole: memory would read one of which it is given a part.
         """
         tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
         split, b = rest % splits, rest // splits
@@ -928,7 +940,7 @@ def spread_kernel(threads, whole, cleared):
         if first < voxels:
             cloud = b * clouds_step
             last = cloud + count
-            if CLEARED:
+            if WHOLE and b < cleared:
                 sector = first - first % SECTOR
                 at_a = first_at_least(keys, cloud, last, sector)
                 if at_a == last or keys[at_a] >= sector + SECTOR:

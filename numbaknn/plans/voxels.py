@@ -87,7 +87,7 @@ class Pool(NamedTuple):
 
     clouds: how many sets of coordinates there are, B or 1. weighted, biased: what the layer has. middle: the kind of the
     centre and three numbers, which count where it is OF_CALL. The rest is what measurements may choose: `tiled`, whether the
-    layer is applied in register tiles ahead of folding; `beside`, whether the grid is filled with zeros beside the rest.
+    layer is applied in register tiles ahead of folding; `beside`, how many elements are filled with zeros beside the rest.
     """
 
     batch: int
@@ -108,7 +108,7 @@ class Pool(NamedTuple):
     spread_channels: int | None = None
     fold_stretch: int | None = None
     tiled: bool | None = None
-    beside: bool | None = None
+    beside: int | None = None
 
     @property
     def voxels(self):
@@ -134,10 +134,12 @@ class Pool(NamedTuple):
         return bool(self.tiled) or (fits and self.width * self.channels >= LEAST_PRODUCTS)
 
     @property
-    def is_beside(self):
-        """Whether the grid, if it is one of whole quads, is filled with zeros beside the rest."""
+    def elements_beside(self):
+        """How many elements of the batch are filled with zeros beside the rest, if they are whole quads."""
+        if self.beside is not None:
+            return min(self.beside, self.batch)
         large = self.batch * self.channels * self.voxels * self.dtype.itemsize >= BESIDE_BYTES
-        return (large and self.voxels >= BESIDE_VOXELS * self.count) if self.beside is None else self.beside
+        return self.batch if large and self.voxels >= BESIDE_VOXELS * self.count else 0
 
     def digits(self):
         """(passes of the sort, bits of each digit): keys go up to the number of voxels, for points in none."""
@@ -309,16 +311,18 @@ class DevicePool:
 
     def _large(self):
         """What has to be done for nothing else comes first: it runs beside the sort."""
-        beside = self._pool.is_beside and self._whole_grid
-        cleared = [self._clearing()] if beside else []
+        elements = self._pool.elements_beside if self._whole_grid else 0
+        cleared = [self._clearing(elements)] if elements else []
         layer, tiled = self._tiling() if self._pool.is_tiled else (None, [])
         keys, order, in_order = self._sorting()
         rows, places, folded = self._folding(keys, order, layer, in_order, *tiled)
-        self._spreading(keys, rows, places, beside, folded, *cleared)
+        self._spreading(keys, rows, places, elements, folded, *cleared)
 
-    def _clearing(self):
-        threads = CLEAR_THREADS * min(CLEAR_BLOCKS * multiprocessors(), -(-self._grid.size // (4 * CLEAR_THREADS)))
-        return self._add(Launch(kernels.clear_grid_kernel, threads, CLEAR_THREADS, self._grid))
+    def _clearing(self, elements):
+        """The number of the launch."""
+        length = elements * self._pool.channels * self._pool.voxels
+        threads = min(CLEAR_BLOCKS * CLEAR_THREADS * multiprocessors(), length // 4)
+        return self._add(Launch(kernels.clear_grid_kernel, threads, CLEAR_THREADS, self._grid, length))
 
     def _tiling(self):
         """(what the layer makes of every point, [the number of the launch])."""
@@ -414,13 +418,13 @@ class DevicePool:
         return rows, places, self._add(join, self._add(fold, *after))
 
     def _spreading(self, keys, rows, places, cleared, *after):
-        """cleared: whether the grid is full of zeros by then."""
+        """cleared: so many elements are full of zeros by then."""
         pool, threads = self._pool, SPREAD_THREADS
         batch, channels, voxels = pool.batch, pool.channels, pool.voxels
         tiles, splits = -(-voxels // (4 * threads)), -(-channels // self._spread_channels)
-        shape = channels, voxels, tiles, splits, self._spread_channels
+        shape = channels, voxels, tiles, splits, self._spread_channels, cleared
         spread = keys, self._clouds_step(), pool.count, *shape, *places, rows, self._grid
-        kernel = kernels.spread_kernel(threads, self._whole_grid, cleared)
+        kernel = kernels.spread_kernel(threads, self._whole_grid)
         self._add(Launch(kernel, batch * splits * tiles * threads, threads, *spread), *after)
 
 
@@ -449,7 +453,7 @@ def run_once(pool, flats, library, stream):
 
     needed = workspace_bytes(pool)
     if needed > MOST_KEPT_BYTES:
-        device_pool = DevicePool(pool._replace(beside=False), flats, library)  # as the launches are in a row
+        device_pool = DevicePool(pool._replace(beside=0), flats, library)  # as the launches are in a row
         for launch in device_pool.launches:
             launch.run(stream)
     else:
