@@ -310,12 +310,13 @@ class DevicePool:
         )
 
     def _large(self):
-        """What has to be done for nothing else comes first: it runs beside the sort."""
+        """The layer runs beside the sort, and zeros beside everything: the layer comes after a first launch, so that its
+        blocks, which leave no registers for others, find those that clear in their places."""
         elements = self._pool.elements_beside if self._whole_grid else 0
         cleared = [self._clearing(elements)] if elements else []
-        layer, tiled = self._tiling() if self._pool.is_tiled else (None, [])
-        keys, order, in_order = self._sorting()
-        rows, places, folded = self._folding(keys, order, layer, in_order, *tiled)
+        keys, order, first, last = self._sorting()
+        layer, tiled = self._tiling(first) if self._pool.is_tiled else (None, [])
+        rows, places, folded = self._folding(keys, order, layer, last, *tiled)
         self._spreading(keys, rows, places, elements, folded, *cleared)
 
     def _clearing(self, elements):
@@ -324,17 +325,17 @@ class DevicePool:
         threads = min(CLEAR_BLOCKS * CLEAR_THREADS * multiprocessors(), length // 4)
         return self._add(Launch(kernels.clear_grid_kernel, threads, CLEAR_THREADS, self._grid, length))
 
-    def _tiling(self):
+    def _tiling(self, *after):
         """(what the layer makes of every point, [the number of the launch])."""
         pool = self._pool
         count = pool.batch * pool.count
         layer = self._empty(count * pool.channels, pool.dtype)
         product = dense.Product(count, pool.width, pool.channels, pool.dtype, pool.biased, False, rounded=True)
         memory = Memory(self._named["features"], False, pool.width)
-        return layer, [self._add(product.launch(memory, count, [self._weight, self._bias], [layer]))]
+        return layer, [self._add(product.launch(memory, count, [self._weight, self._bias], [layer]), *after)]
 
     def _sorting(self):
-        """(the sorted keys, the order of the points, the number of the last launch)."""
+        """(the sorted keys, the order of the points, the numbers of the first launch and of the last)."""
         pool, threads = self._pool, SORT_THREADS
         clouds, count, coords = pool.clouds, pool.count, self._named["coords"]
         kind, *_ = pool.middle
@@ -373,6 +374,7 @@ class DevicePool:
             shared_bytes=EXCHANGE_BYTES * POOL_THREADS,
         )
         last = self._add(launch, *before)
+        first, *_ = *before, last
         for number in range(passes):
             source, target = number % 2, 1 - number % 2
             part = count, stretch, stretches, number * bits, bits
@@ -383,7 +385,7 @@ class DevicePool:
             last = self._add(Launch(kernels.sum_digits_kernel, digits, threads, *summed), last)
             moved = keys[source], orders[source], number == 0, *part, counts, totals, keys[target], orders[target]
             last = self._add(Launch(kernels.move_kernel(threads), blocks * threads, threads, *moved), last)
-        return keys[passes % 2], orders[passes % 2], last
+        return keys[passes % 2], orders[passes % 2], first, last
 
     def _folding(self, keys, order, layer, *after):
         """(the rows of the voxels, which row is whose, the number of the last launch). layer: what it makes of every point,
