@@ -277,11 +277,12 @@ KERNELS |= {
 }
 KERNELS |= {
     "fold_rows_kernel": pooling(
-        voxels.fold_rows_kernel(256, FOLD_BLOCKS, False, True), (48, 48), loads=4, stores=2, threads=(256, FOLD_BLOCKS)
+        voxels.fold_rows_kernel(256, FOLD_BLOCKS, False, True), (48, 48), loads=4, stores=1, threads=(256, FOLD_BLOCKS)
     ),
-    "fold_rows_kernel[bias]": pooling(voxels.fold_rows_kernel(256, None, True, True), (64, 64), loads=4, stores=2),
-    "fold_rows_kernel[unaligned]": pooling(voxels.fold_rows_kernel(256, None, True, False), (72, 72), stores=2),
-    "fold_rows_kernel[halves]": pooling(voxels.fold_rows_kernel(256, None, False, True), (56,), stores=2, halves=True),
+    "fold_rows_kernel[bias]": pooling(voxels.fold_rows_kernel(256, None, True, True), (64, 64), loads=4, stores=1),
+    "fold_rows_kernel[unaligned]": pooling(voxels.fold_rows_kernel(256, None, True, False), (72, 72), stores=1),
+    "fold_rows_kernel[64 bits]": pooling(voxels.fold_rows_kernel(256, None, False, True), (64, 64), wide=True),
+    "fold_rows_kernel[halves]": pooling(voxels.fold_rows_kernel(256, None, False, True), (56,), stores=1, halves=True),
 }
 for name, layer in LAYERS.items():
     kernel = voxels.pool_kernel(256, layer, True, True, True)
@@ -356,7 +357,11 @@ for real, measured in ROUNDED_REGISTERS.items():
         name = f"linear_kernel[{tile.rows} x {tile.columns} rounded, {real}]"
         KERNELS[name] = product(tile, registers, real, rounded=True)
 tile = ROUNDED_TILES[np.dtype(np.float32)][0][0]
-KERNELS["linear_kernel[unaligned, rounded]"] = product(tile, 166, whole=False, rounded=True)
+KERNELS |= {
+    "linear_kernel[unaligned, rounded]": product(tile, 166, whole=False, rounded=True),
+    "linear_kernel[halves, rounded]": product(tile, 166, rounded=True, own={"x": types.int16}),
+}
+KERNELS["linear_kernel[halves, rounded]"].loads = 0
 
 
 def signature(entry, real):

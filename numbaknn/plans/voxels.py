@@ -51,8 +51,8 @@ LEAST_STRETCH = 2048
 MOST_BLOCKS = 264
 
 # Places of the sorted list that a block folds where no layer is on the way: two for every eight threads. And how many blocks
-# share a multiprocessor, as what they wait for is memory; with a bias, with halves, or with features that are no whole quads
-# a thread needs more registers than that leaves.
+# share a multiprocessor, as what they wait for is memory; with a bias, with halves, with features that are no whole quads, or
+# with keys of 64 bits a thread needs more registers than that leaves.
 FOLD_STRETCH = 64
 FOLD_BLOCKS = 5
 
@@ -409,7 +409,7 @@ class DevicePool:
             blocks = batch * windows * stretches
             features = self._named["features"] if layer is None else layer
             biased, aligned = (pool.biased, self._whole) if layer is None else (False, channels % 4 == 0)
-            plain = aligned and not biased and features.dtype == pool.dtype
+            plain = aligned and not biased and features.dtype == pool.dtype and pool.key_dtype == np.int32
             kernel = kernels.fold_rows_kernel(POOL_THREADS, FOLD_BLOCKS if plain else None, biased, aligned)
             work = features, count, channels, self._bias, *what, stretch, stretches, bits
         items = blocks * -(-channels // (1 << bits)) * POOL_THREADS
