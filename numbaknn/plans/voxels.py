@@ -51,7 +51,7 @@ LEAST_STRETCH = 2048
 MOST_BLOCKS = 264
 
 # Places of the sorted list that a block folds where no layer is on the way: two for every eight threads. And how many blocks
-# share a multiprocessor, as what they wait for is memory; with a bias, with halves, with features that are no whole quads, or
+# share a multiprocessor, as what they wait for is memory; with a bias, with halves, with features that are no whole quads or
 # with keys of 64 bits a thread needs more registers than that leaves.
 FOLD_STRETCH = 64
 FOLD_BLOCKS = 5
