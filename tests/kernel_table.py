@@ -269,6 +269,8 @@ KERNELS |= {
     "join_kernel": pooling(voxels.join_kernel, (39, 39)),
     "clear_grid_kernel": pooling(voxels.clear_grid_kernel, (16, 16), stores=1),
     "spread_kernel": pooling(voxels.spread_kernel(256, True), (48, 66), loads=4, stores=4),
+    "write_sectors_kernel": pooling(voxels.write_sectors_kernel(256), (40, 56), loads=4, stores=4),
+    "write_sectors_kernel[64 bits]": pooling(voxels.write_sectors_kernel(256), (40, 56), wide=True),
     "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (42, 58), loads=4),
     "pool_kernel[halves]": pooling(
         voxels.pool_kernel(256, voxels.NO_LAYER, False, True, True), (80,), stores=1, halves=True

@@ -75,6 +75,7 @@ SMALL = [
     ("numbaknn.plans.voxels", "SPREAD_CHANNELS", 4),
     ("numbaknn.plans.voxels", "FOLD_STRETCH", 3),
     ("numbaknn.plans.voxels", "CLEAR_THREADS", 4),
+    ("numbaknn.plans.voxels", "WRITE_STRETCH", 3),
     ("numbaknn.plans.downsampling", "DIGIT_BITS", 3),
     ("numbaknn.plans.downsampling", "SORT_THREADS", 8),
     ("numbaknn.plans.downsampling", "SLOTS", 8),

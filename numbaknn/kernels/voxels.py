@@ -7,8 +7,8 @@ A large cloud is sorted by voxel, then every voxel is written once: `middle_sums
 `count_digits`, for each digit `sum_digits` and `move`, then `fold_rows` (the voxels' values, work shared out by points, so
 that a crowd in one voxel is nobody's alone), `join` (those that reach over windows), `spread` (into the grid). A layer is
 applied ahead, in the register tiles of kernels/dense.py; one that isn't worth them, or the memory, is applied by `fold` in
-place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills elements with zeros meanwhile, of which
-`spread` then writes what isn't empty. pooling.py has the order of every sum.
+place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills elements with zeros meanwhile, where
+`write_sectors` then takes the place of `spread`. pooling.py has the order of every sum.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ CARRIED = 2 * MOST_GROUP
 # Shared memory that is accessed in quads begins at a multiple of 16 bytes; the simulator knows no such thing.
 ALIGNED = None if SIMULATED else 16
 
-# Voxels of a sector of 32 bytes, of which memory writes none in part, in float32 (in float64 it is two of them).
-SECTOR = 8
+# Eight voxels are a sector of 32 bytes, of which memory writes none in part, in float32 (in float64 two of them).
+SECTOR_BITS = 3
 
 # Where the weights of a layer are: there is none, in shared memory, too many for that.
 NO_LAYER, LAYER_IN_SHARED, LAYER_IN_GLOBAL = 0, 1, 2
@@ -886,11 +886,16 @@ def join_kernel(
 
 
 @device
-def place_of(keys, first, last, voxel):
-    """first_at_least, for a voxel whose place is likely to be the first."""
-    if first < last and keys[first] < voxel:
-        return first_at_least(keys, first + 1, last, voxel)
-    return first
+def place_of(keys, first, last, voxel, near):
+    """first_at_least, for a voxel whose place is likely to be the first; near: or soon after it."""
+    if not near:
+        return first_at_least(keys, first + 1, last, voxel) if first < last and keys[first] < voxel else first
+    at, step = first, 1
+    while at < last and keys[at] < voxel:
+        first = at + 1
+        at += step
+        step += step
+    return first_at_least(keys, first, min(at, last), voxel)
 
 
 @device
@@ -902,8 +907,41 @@ def row_of(keys, place, last, voxel, voxels, cloud, by_voxel):
 
 
 @device
+def rows_of_four(keys, at_a, cloud, count, first, step, voxels, by_voxel):
+    """The rows of four voxels, so many apart; at_a: where the points of the first would be."""
+    last, near = cloud + count, step == 1
+    at_b = place_of(keys, at_a, last, first + step, near)
+    at_c = place_of(keys, at_b, last, first + 2 * step, near)
+    at_d = place_of(keys, at_c, last, first + 3 * step, near)
+    return (
+        row_of(keys, at_a, last, first, voxels, cloud, by_voxel),
+        row_of(keys, at_b, last, first + step, voxels, cloud, by_voxel),
+        row_of(keys, at_c, last, first + 2 * step, voxels, cloud, by_voxel),
+        row_of(keys, at_d, last, first + 3 * step, voxels, cloud, by_voxel),
+    )
+
+
+@device
 def quad_of_row(pooled, row, first_row, length, channel, example):
     return load_vector(pooled, (first_row + row) * length + channel, QUAD) if row >= 0 else zeros(example, QUAD)
+
+
+@device
+def quads_of_rows(pooled, rows, first_row, length, channel, example):
+    """Four channels of each of four voxels."""
+    return (
+        quad_of_row(pooled, rows[0], first_row, length, channel, example),
+        quad_of_row(pooled, rows[1], first_row, length, channel, example),
+        quad_of_row(pooled, rows[2], first_row, length, channel, example),
+        quad_of_row(pooled, rows[3], first_row, length, channel, example),
+    )
+
+
+@device
+def store_turned(grid, at, quads, n):
+    """Write one channel of four neighbouring voxels."""
+    a, b, c, d = quads
+    store_vector(grid, at, joined(element(a, n), element(b, n), element(c, n), element(d, n)))
 
 
 @cache
@@ -928,52 +966,77 @@ def spread_kernel(threads, whole):
         pooled,
         grid,
     ):
-        """Every voxel written: four voxels and `each` channels a thread. Stretches of voxels follow each other.
-
-        Of the elements before `cleared`, which are full of zeros if the grid is whole, only sectors with a point are
-        written, as a whole: memory would read one of which it is given a part.
-        """
+        """Every voxel of the elements from `cleared` on written once: four voxels and `each` channels a thread. Stretches of
+        voxels follow each other."""
         tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
-        split, b = rest % splits, rest // splits
+        split, b = rest % splits, cleared + rest // splits
         first = (tile * THREADS + cuda.threadIdx.x) * 4 if WHOLE else tile * THREADS * 4 + cuda.threadIdx.x
         step = 1 if WHOLE else THREADS
         if first < voxels:
             cloud = b * clouds_step
-            last = cloud + count
-            if WHOLE and b < cleared:
-                sector = first - first % SECTOR
-                at_a = first_at_least(keys, cloud, last, sector)
-                if at_a == last or keys[at_a] >= sector + SECTOR:
-                    return
-                at_a = place_of(keys, at_a, last, first)
-            else:
-                at_a = first_at_least(keys, cloud, last, first)
-            at_b = place_of(keys, at_a, last, first + step)
-            at_c = place_of(keys, at_b, last, first + 2 * step)
-            at_d = place_of(keys, at_c, last, first + 3 * step)
-            row_a = row_of(keys, at_a, last, first, voxels, cloud, by_voxel)
-            row_b = row_of(keys, at_b, last, first + step, voxels, cloud, by_voxel)
-            row_c = row_of(keys, at_c, last, first + 2 * step, voxels, cloud, by_voxel)
-            row_d = row_of(keys, at_d, last, first + 3 * step, voxels, cloud, by_voxel)
-            first_row = b * rows_each
+            at = first_at_least(keys, cloud, cloud + count, first)
+            rows = rows_of_four(keys, at, cloud, count, first, step, voxels, by_voxel)
             for channel in range(split * each, min((split + 1) * each, channels), 4):
-                a = quad_of_row(pooled, row_a, first_row, length, channel, grid[0])
-                b_ = quad_of_row(pooled, row_b, first_row, length, channel, grid[0])
-                c = quad_of_row(pooled, row_c, first_row, length, channel, grid[0])
-                d = quad_of_row(pooled, row_d, first_row, length, channel, grid[0])
+                quads = quads_of_rows(pooled, rows, b * rows_each, length, channel, grid[0])
                 for n in range(4):
                     if channel + n < channels:
                         at = (b * channels + channel + n) * voxels + first
                         if WHOLE:
-                            four = joined(element(a, n), element(b_, n), element(c, n), element(d, n))
-                            store_vector(grid, at, four)
+                            store_turned(grid, at, quads, n)
                         else:
-                            grid[at] = element(a, n)
+                            grid[at] = element(quads[0], n)
                             if first + step < voxels:
-                                grid[at + step] = element(b_, n)
+                                grid[at + step] = element(quads[1], n)
                             if first + 2 * step < voxels:
-                                grid[at + 2 * step] = element(c, n)
+                                grid[at + 2 * step] = element(quads[2], n)
                             if first + 3 * step < voxels:
-                                grid[at + 3 * step] = element(d, n)
+                                grid[at + 3 * step] = element(quads[3], n)
 
     return spread_kernel
+
+
+@cache
+def write_sectors_kernel(threads):
+    THREADS = threads
+
+    @kernel
+    def write_sectors_kernel(
+        keys,
+        clouds_step,
+        count,
+        channels,
+        voxels,
+        stretch,
+        stretches,
+        bits,
+        rows_each,
+        by_voxel,
+        length,
+        pooled,
+        grid,
+    ):
+        """The sectors in which there is a point written over zeros: those that begin in a stretch of the sorted points of
+        one element, in 2^bits channels a block.
+
+        A thread has half of a sector in four channels, its neighbour the other half: memory is given whole sectors, as it
+        would read one of which it is given a part.
+        """
+        rest, group = divided(cuda.blockIdx.x, (channels + (1 << bits) - 1) >> bits)
+        b, number = divided(rest, stretches)
+        cloud = b * clouds_step
+        for item in range(cuda.threadIdx.x, stretch << (bits - 1), THREADS):
+            place = number * stretch + (item >> (bits - 1))
+            channel = (group << bits) + ((item >> 1 << 2) & ((1 << bits) - 1))
+            if place < count and channel < channels:
+                key = keys[cloud + place]
+                begins = place == 0 or keys[cloud + max(place, 1) - 1] >> SECTOR_BITS != key >> SECTOR_BITS
+                first = (key >> SECTOR_BITS << SECTOR_BITS) + ((item & 1) << 2)
+                if begins and key < voxels:  # then so is the sector, as whole grids have an even side
+                    at = place_of(keys, cloud + place, cloud + count, first, True)
+                    rows = rows_of_four(keys, at, cloud, count, first, 1, voxels, by_voxel)
+                    quads = quads_of_rows(pooled, rows, b * rows_each, length, channel, grid[0])
+                    for n in range(4):
+                        if channel + n < channels:
+                            store_turned(grid, (b * channels + channel + n) * voxels + first, quads, n)
+
+    return write_sectors_kernel

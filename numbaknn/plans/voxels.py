@@ -59,6 +59,9 @@ FOLD_BLOCKS = 5
 # Channels that a thread writes of its four voxels.
 SPREAD_CHANNELS = 64
 
+# Places of the sorted list that a block looks at for sectors that begin there: with 32 channels four for sixteen threads.
+WRITE_STRETCH = 64
+
 # Products of a point that are worth a launch of their own for the layer.
 LEAST_PRODUCTS = 256
 
@@ -317,7 +320,10 @@ class DevicePool:
         keys, order, first, last = self._sorting()
         layer, tiled = self._tiling(first) if self._pool.is_tiled else (None, [])
         rows, places, folded = self._folding(keys, order, layer, last, *tiled)
-        self._spreading(keys, rows, places, elements, folded, *cleared)
+        if elements < self._pool.batch:
+            self._spreading(keys, rows, places, elements, folded)
+        if elements:
+            self._writing(keys, rows, places, elements, folded, *cleared)
 
     def _clearing(self, elements):
         """The number of the launch."""
@@ -419,15 +425,24 @@ class DevicePool:
         join = Launch(kernels.join_kernel, batch * windows * length, SPREAD_THREADS, *joined)
         return rows, places, self._add(join, self._add(fold, *after))
 
-    def _spreading(self, keys, rows, places, cleared, *after):
-        """cleared: so many elements are full of zeros by then."""
+    def _spreading(self, keys, rows, places, first, *after):
+        """The elements from the first on."""
         pool, threads = self._pool, SPREAD_THREADS
-        batch, channels, voxels = pool.batch, pool.channels, pool.voxels
+        channels, voxels = pool.channels, pool.voxels
         tiles, splits = -(-voxels // (4 * threads)), -(-channels // self._spread_channels)
-        shape = channels, voxels, tiles, splits, self._spread_channels, cleared
+        shape = channels, voxels, tiles, splits, self._spread_channels, first
         spread = keys, self._clouds_step(), pool.count, *shape, *places, rows, self._grid
         kernel = kernels.spread_kernel(threads, self._whole_grid)
-        self._add(Launch(kernel, batch * splits * tiles * threads, threads, *spread), *after)
+        self._add(Launch(kernel, (pool.batch - first) * splits * tiles * threads, threads, *spread), *after)
+
+    def _writing(self, keys, rows, places, elements, *after):
+        """So many elements, which are full of zeros by then."""
+        pool, threads, bits = self._pool, SPREAD_THREADS, self._row_bits
+        stretches = -(-pool.count // WRITE_STRETCH)
+        shape = pool.channels, pool.voxels, WRITE_STRETCH, stretches, bits
+        written = keys, self._clouds_step(), pool.count, *shape, *places, rows, self._grid
+        blocks = elements * stretches * -(-pool.channels // (1 << bits))
+        self._add(Launch(kernels.write_sectors_kernel(threads), blocks * threads, threads, *written), *after)
 
 
 def variant(pool, flats):
