@@ -234,10 +234,8 @@ def linear_kernel(tile, whole, columns_whole, biased, activated, rounded=False):
     STAGE = SHARED // 2
     COLUMNS_FROM = DEPTH * (ROWS + PADDING)  # where the tile of the second operand is
     WARPS_ACROSS = COLUMNS // (4 * COLUMN_QUADS * WARP_ACROSS)
-    WHOLE, COLUMNS_WHOLE, ACTIVATED = whole, columns_whole, activated
+    WHOLE, COLUMNS_WHOLE, ROUNDED, ACTIVATED = whole, columns_whole, rounded, activated
     BIASED_FIRST, BIASED_LAST = biased and rounded, biased and not rounded
-    first_quad_of_rows = first_quad_of_summands if rounded else first_quad
-    with_next_column = with_column_rounded if rounded else with_column
     row_passes = tuple(range(ROWS * DEPTH // (4 * THREADS)))
     column_passes = tuple(range(COLUMNS * DEPTH // (4 * THREADS)))
     depths = tuple(range(DEPTH))
@@ -271,7 +269,10 @@ def linear_kernel(tile, whole, columns_whole, biased, activated, rounded=False):
             # The first step is the short one, so that the others need not ask which columns there are.
             following = (depth - 1) % DEPTH + 1
             some = x, row_places, row_column, following, ROWS, THREADS, WHOLE
-            rows = mapped(first_quad_of_rows, row_passes, some)
+            if ROUNDED:
+                rows = mapped(first_quad_of_summands, row_passes, some)
+            else:
+                rows = mapped(first_quad, row_passes, some)
             some = weight, column_places, column_column, following, COLUMNS, THREADS, WHOLE
             columns = mapped(first_quad, column_passes, some)
             stage = 0
@@ -289,7 +290,10 @@ def linear_kernel(tile, whole, columns_whole, biased, activated, rounded=False):
                 cuda.syncthreads()
                 at = stage + 4 * down, stage + COLUMNS_FROM + 4 * across
                 operands = tile, *at, ROWS, COLUMNS, row_slots, column_slots
-                sums = fold(with_next_column, sums, depths, operands)
+                if ROUNDED:
+                    sums = fold(with_column_rounded, sums, depths, operands)
+                else:
+                    sums = fold(with_column, sums, depths, operands)
                 if following >= depth:
                     break
                 following += DEPTH

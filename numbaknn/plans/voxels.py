@@ -71,7 +71,7 @@ LEAST_PRODUCTS = 256
 BESIDE_BYTES = 128 << 20
 BESIDE_VOXELS = 16
 
-# Blocks on a multiprocessor that fill it: a quarter of its threads and registers, which is enough for the speed of memory.
+# Blocks on a multiprocessor that fill it: a quarter of its threads, which only send off what they have, and few registers.
 CLEAR_BLOCKS = 2
 CLEAR_THREADS = 256
 
