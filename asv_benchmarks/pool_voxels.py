@@ -393,7 +393,6 @@ WAYS = [{}, {"beside": 0}, {"tiled": False}, {"tiled": False, "beside": 0}]
 CHOICES = [
     *({"beside": elements} for elements in (4, 6, 8, 10, 12, 14)),
     *({"fold_stretch": places} for places in (16, 32, 128, 1024)),
-    *({"spread_channels": channels} for channels in (16, 32)),
     *({"beside": 0, "spread_channels": channels} for channels in (16, 32)),
     {"group": 16},
 ]
