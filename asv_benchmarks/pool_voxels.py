@@ -3,10 +3,12 @@
     python asv_benchmarks/pool_voxels.py --output pool_voxels.txt
 
 First answers are compared, bit for bit, with the CPU's. GPU time is that of a CUDA graph of 20 calls, divided by 20;
-"in turn" has as many grids as are larger than the cache. Waited for: the wall clock of a call and the wait behind it.
+"in turn" has as many grids as are larger than the cache. In such a graph the launches of a call are in a row; "as its graph"
+is the call's own graph, replayed 20 times, in which launches may run side by side, as in a plan and in a one-shot call.
+Waited for: the wall clock of a call and the wait behind it.
 Medians, with the quartiles in brackets, in microseconds; the floor is the bytes of the grid over 4.3 TB/s. torch.compile is
 given up after --patience seconds in all. Takes a minute and a half at the first run, most of it compiling. asv keeps the
-history; this prints a page.
+history; this prints a page. --large prints the large case with a layer alone: stages, variants, PyTorch.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from numbaknn.kernels.voxels import (
 )
 from numbaknn.lanes import element, store_vector, zeros
 from numbaknn.launch import Flat, Launch
+from numbaknn.plans import voxels as plans
 from numbaknn.plans.voxels import DevicePool, Pool
 from numbaknn.pooling import LANES, OF_POINTS, QUAD, REDUCTIONS, middle_of, voxel_of
 
@@ -102,6 +105,21 @@ def gpu_times(calls, repeats=REPEATS):
     return times[2:]
 
 
+def replay_times(pool, flats, repeats=REPEATS):
+    """Seconds of one replay of the graph of a DevicePool, of several behind each other."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    start, end = cupy.cuda.Event(), cupy.cuda.Event()
+    addresses, times = [flat.address for flat in flats], []
+    for _ in range(REPLAYS + 2):
+        start.record(stream)
+        for _ in range(repeats):
+            pool.graph.run_at(addresses, stream.ptr)
+        end.record(stream)
+        end.synchronize()
+        times.append(cupy.cuda.get_elapsed_time(start, end) / 1e3 / repeats)
+    return times[2:]
+
+
 def wall_times(call, wait, count=200):
     """Seconds of a call and the wait behind it."""
     for _ in range(10):
@@ -162,12 +180,16 @@ class _Cupy:
         return array, flat_of(array)
 
 
+def flats_of(placed, grid):
+    return [*map(flat_of, placed.values()), flat_of(grid)]
+
+
 def make_pool(shape, placed, grid, reduce="sum", **variant):
     """A DevicePool of a shape with its launches prepared; variant: fields of Pool that measurements may choose."""
     batch, count, channels, layer, side = shape
     out, real = layer or channels, np.dtype(np.float32)
     what = batch, batch, count, channels, out, side, 1.0, bool(layer), bool(layer), NOWHERE, REDUCTIONS[reduce], real
-    return DevicePool(Pool(*what, **variant), [*map(flat_of, placed.values()), flat_of(grid)], _Cupy())
+    return DevicePool(Pool(*what, **variant), flats_of(placed, grid), _Cupy())
 
 
 def run(launches):
@@ -291,6 +313,8 @@ CHECKED = [
     ((1, 100_000, 64, 0, 32), "sum", None),
     ((2, 30_000, 5, 7, 33), "max", None),
     ((1, 70_000, 4, 0, 4), "mean", 0.01),
+    ((3, 2_000, 20, 33, 64), "sum", None),
+    ((2, 8_000, 64, 64, 64), "max", None),
 ]
 
 
@@ -319,8 +343,8 @@ def check_bits(page):
 # -- Variants ------------------------------------------------------------------------------------------------------------
 
 
-def measure(page, shape, variants, stages=False, alternative=True, repeats=REPEATS):
-    """GPU time of a shape: as it is chosen, other variants, the stages, zeros alone, zeros and atomics."""
+def measure(page, shape, variants, each=False, alternative=True, repeats=REPEATS):
+    """GPU time of a shape: as it is chosen, other variants, each stage, zeros alone, zeros and atomics."""
     placed = on_device(draw(*shape))
     grids, size = grids_of(shape)
     floor = size / BYTES_A_SECOND * 1e6
@@ -332,14 +356,13 @@ def measure(page, shape, variants, stages=False, alternative=True, repeats=REPEA
         count = len(pools[0].launches)
         calls = [partial(run, pool.launches) for pool in pools]
         page.row(f"{words} ({count} launches), in turn", gpu_times(calls, repeats), floor)
+        if not options and count > 1:
+            flats = flats_of(placed, grids[0])
+            page.row(f"{words}, the same grid, as its graph", replay_times(pools[0], flats, repeats), floor)
         if not options and len(grids) > 1:
             page.row(f"{words}, the same grid", gpu_times(calls[:1], repeats), floor)
-    if stages:
-        pool = make_pool(shape, placed, grids[0])
-        run(pool.launches)
-        for launch in pool.launches:
-            name = launch.kernel.py_func.__name__
-            page.row(f"  {name} ({launch.blocks} blocks)", gpu_times([partial(run, [launch])], repeats))
+    if each:
+        stages(page, make_pool(shape, placed, grids[0]), repeats)
     clear = [partial(run, [Launch(zeros_kernel, 132 * 16 * 256, 256, flat_of(grid))]) for grid in grids]
     page.row("zeros alone (16 bytes a thread)", gpu_times(clear, repeats), floor)
     page.row("zeros alone (CuPy's fill)", gpu_times([partial(grid.fill, 0) for grid in grids], repeats), floor)
@@ -354,6 +377,64 @@ def measure(page, shape, variants, stages=False, alternative=True, repeats=REPEA
             page.say(f"  the atomics are off by {worst}")
     del placed, grids
     cupy.get_default_memory_pool().free_all_blocks()
+
+
+def stages(page, pool, repeats=REPEATS):
+    """GPU time of every launch, each behind itself."""
+    run(pool.launches)
+    for launch in pool.launches:
+        name = launch.kernel.py_func.__name__
+        page.row(f"    {name} ({launch.blocks} blocks)", gpu_times([partial(run, [launch])], repeats))
+
+
+# The large case: the layer in register tiles or while the points are folded, zeros beside the rest or not, in all elements
+# or in some; and what else may be chosen for it.
+WAYS = [{}, {"beside": 0}, {"tiled": False}, {"tiled": False, "beside": 0}]
+CHOICES = [
+    *({"beside": elements} for elements in (4, 6, 8, 10, 12, 14)),
+    *({"fold_stretch": places} for places in (16, 32, 128, 1024)),
+    *({"beside": 0, "spread_channels": channels} for channels in (16, 32)),
+    {"group": 16},
+]
+BLOCKS_THAT_CLEAR = 1, 4, 8
+
+
+def measure_ways(page, shape):
+    """The ways to pool large clouds: every bit, then GPU time of the launches in a row, of the graph, of each stage."""
+    arrays = draw(*shape)
+    placed = on_device(arrays)
+    page.title(f"Ways, B={shape[0]} N={shape[1]} C={shape[2]} C'={shape[3] or '-'} G={shape[4]}")
+    right = cupy.asarray(numbaknn.voxel_pool(**arrays, grid_size=shape[-1], target="cpu"))
+    grid = cupy.empty_like(right)
+    floor = grid.nbytes / BYTES_A_SECOND * 1e6
+
+    def measure_one(name, variant):
+        pool, flats = make_pool(shape, placed, grid, **variant), flats_of(placed, grid)
+        stream = cupy.cuda.get_current_stream()
+        for way, call in (
+            ("in a row", partial(run, pool.launches)),
+            ("as its graph", partial(pool.graph.run, flats, stream.ptr)),
+        ):
+            grid.fill(cupy.nan)
+            call()
+            stream.synchronize()
+            if not bool((grid == right).all()):
+                raise SystemExit(f"{name}, {way}: {int((grid != right).sum())} of {grid.size} differ from the CPU's")
+        page.row(f"{name}, in a row ({len(pool.launches)} launches)", gpu_times([partial(run, pool.launches)]), floor)
+        page.row(f"{name}, as its graph", replay_times(pool, flats), floor)
+        return pool
+
+    for variant in WAYS:
+        words = ", ".join(f"{key} {value}" for key, value in variant.items()) or "chosen"
+        stages(page, measure_one(words, variant))
+    for variant in CHOICES:
+        measure_one(", ".join(f"{key} {value}" for key, value in variant.items()), variant)
+    chosen = plans.CLEAR_BLOCKS
+    for blocks in BLOCKS_THAT_CLEAR:
+        plans.CLEAR_BLOCKS = blocks
+        measure_one(f"{blocks} blocks a multiprocessor clear", {})
+    plans.CLEAR_BLOCKS = chosen
+    page.row("zeros alone (CuPy's fill)", gpu_times([partial(grid.fill, 0)]), floor)
 
 
 def measure_calls(page, shape):
@@ -494,11 +575,18 @@ def main():
     parser.add_argument("--output", type=Path, help="where to keep the page too")
     parser.add_argument("--patience", type=float, default=20, help="seconds for torch.compile (%(default)s)")
     parser.add_argument("--sweep", action="store_true", help="more variants")
+    parser.add_argument("--large", action="store_true", help="the large case with a layer alone")
     arguments = parser.parse_args()
     page = Page(arguments.output)
     name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
     page.say(f"{name}, CuPy {cupy.__version__}, numbaknn {numbaknn.__version__}, NumPy {np.__version__}")
 
+    if arguments.large:
+        measure_ways(page, LARGE)
+        cupy.get_default_memory_pool().free_all_blocks()
+        measure_calls(page, LARGE)
+        measure_torch(page, [LARGE], arguments.patience)
+        return
     check_bits(page)
     tiles = [{"tile_elements": elements} for elements in (4096, 8192, 32768)]
     groups = [{"group": 8}, {"group": 16}]
@@ -506,11 +594,13 @@ def main():
     measure_calls(page, HOT)
     measure(page, PLAIN, tiles if arguments.sweep else [])
     spreads = [{"spread_channels": channels} for channels in (16, 32)]
-    measure(page, LARGE, [*spreads, {"group": 16}], stages=True)
-    measure(page, LARGE_PLAIN, [], stages=True)
+    measure(page, LARGE, [*spreads, {"group": 16}], each=True)
+    measure(page, LARGE_PLAIN, [], each=True)
+    measure_ways(page, LARGE)
+    cupy.get_default_memory_pool().free_all_blocks()
     measure(page, (4, 1024, 32, 32, 32), [{"small_points": 0}], alternative=False)
     measure(page, (64, 1024, 16, 0, 32), [{"small_points": 0}], alternative=False)
-    measure(page, (1, 1_000_000, 64, 0, 32), [], stages=True)
+    measure(page, (1, 1_000_000, 64, 0, 32), [], each=True)
     measure(page, (1, 1_000_000, 64, 0, 1), [], repeats=2)  # everything in one voxel
     measure_calls(page, LARGE_PLAIN)
     measure_cupy(page, [HOT, LARGE])

@@ -291,6 +291,34 @@ def outer_added(typing, sums, a, b):
     return sums(sums, a, b), lower
 
 
+def _python_outer_total(sums, a, b):
+    return total.python_twin(sums, product.python_twin(np.repeat(a, len(b)), np.tile(b, len(a))))
+
+
+@instruction(_python_outer_total)
+def outer_total(typing, sums, a, b):
+    """As `outer_added`, with every product and every sum rounded by itself."""
+    multiply, add, one = _rounded("mul", "fmul"), _rounded("add", "fadd"), sums.dtype(sums.dtype, sums.dtype)
+
+    def lower(context, builder, signature, arguments):
+        sums, down, across = (_elements(builder, vector) for vector in arguments)
+        products = [multiply(context, builder, one, (left, right)) for left in down for right in across]
+        return _joined(builder, [add(context, builder, one, pair) for pair in zip(sums, products)])
+
+    return sums(sums, a, b), lower
+
+
+@instruction(lambda vector, slots: np.tile(vector, len(slots) // len(vector)))
+def repeated(typing, vector, slots):
+    """A vector again and again, until it is as long as `slots`."""
+    wanted = Vector(vector.dtype, len(slots))
+
+    def lower(context, builder, signature, arguments):
+        return _picked(builder, arguments[0], [n % vector.count for n in range(wanted.count)])
+
+    return wanted(vector, slots), lower
+
+
 @instruction(lambda function, vector: np.array([function(element) for element in vector], vector.dtype))
 def of_each(typing, function, vector):
     """A vector of function(element), written out; `function` is a `jit.device` function that returns what it takes."""
@@ -516,14 +544,13 @@ def load_quads_up_to(typing, array, base, first, step, last, slots):
     return Vector(array.dtype, len(slots))(array, integer, integer, integer, integer, slots), lower
 
 
-def _python_kept(vector, first, step, last):
+def _python_kept(vector, first, step, last, nothing=0):
     columns = [column + n for column in range(first, first + step * len(vector) // 4, step) for n in range(4)]
-    return np.where(np.array(columns) < last, vector, vector.dtype.type(0))
+    return np.where(np.array(columns) < last, vector, vector.dtype.type(nothing))
 
 
-@instruction(_python_kept)
-def kept(typing, vector, first, step, last):
-    """A vector of quads at columns first, first + step, ... with zero in place of what is at column `last` or behind."""
+def _kept(vector, nothing):
+    """Typing and lowering of `kept`, with a constant in place of what isn't."""
 
     def lower(context, builder, signature, arguments):
         values, first, step, last = arguments
@@ -533,9 +560,31 @@ def kept(typing, vector, first, step, last):
         columns = builder.add(first, builder.mul(step, ir.Constant(integers, quads)))
         columns = builder.add(columns, ir.Constant(integers, lanes))
         within = builder.icmp_signed("<", columns, last)
-        return builder.select(within, values, ir.Constant(values.type, None))
+        return builder.select(within, values, ir.Constant(values.type, [nothing] * vector.count))
 
     return vector(vector, types.int64, types.int64, types.int64), lower
+
+
+@instruction(_python_kept)
+def kept(typing, vector, first, step, last):
+    """A vector of quads at columns first, first + step, ... with zero in place of what is at column `last` or behind."""
+    return _kept(vector, 0)
+
+
+def _minus_zero(bits):
+    """What -0 is among integers of so many bits, of which 16 are those of a half; with none, among reals."""
+    return {0: -0.0, 16: -(1 << 15)}.get(bits, 0)
+
+
+def _python_kept_else_minus_zero(vector, first, step, last):
+    integer = vector.dtype.kind == "i"
+    return _python_kept(vector, first, step, last, _minus_zero(8 * vector.itemsize if integer else 0))
+
+
+@instruction(_python_kept_else_minus_zero)
+def kept_else_minus_zero(typing, vector, first, step, last):
+    """As `kept` with -0 in place, of reals or of the bits of halves: added to any sum, -0 leaves it as it is."""
+    return _kept(vector, _minus_zero(0 if isinstance(vector.dtype, types.Float) else vector.dtype.bitwidth))
 
 
 @instruction(lambda vector, n: vector[4 * n : 4 * n + 4])

@@ -31,9 +31,10 @@ from numbaknn.kernels import (
     voxels,
 )
 from numbaknn.launch import has_device
-from numbaknn.plans.dense import TILES
+from numbaknn.plans.dense import ROUNDED_TILES, TILES
 from numbaknn.plans.neighbors import CROWD_BLOCKS
 from numbaknn.plans.rows import MOST_TURN, TURNS
+from numbaknn.plans.voxels import FOLD_BLOCKS
 
 REAL = "REAL"
 
@@ -53,7 +54,7 @@ SCALARS = {
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride depth clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
     "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
-    "entries first_entry level slot slots column most_lanes",
+    "entries first_entry level slot slots column most_lanes cleared",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",
     types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
@@ -268,7 +269,7 @@ def pooling(kernel, registers, wide=False, halves=False, **options):
 
 LAYERS = {"no layer": voxels.NO_LAYER, "shared": voxels.LAYER_IN_SHARED, "global": voxels.LAYER_IN_GLOBAL}
 POOL_REGISTERS = {"no layer": (80, 82), "shared": (72, 82), "global": (88, 80)}
-FOLD_REGISTERS = {"no layer": (80, 80), "shared": (78, 76), "global": (80, 78)}
+FOLD_REGISTERS = {"shared": (78, 76), "global": (80, 78)}
 KERNELS |= {
     "middle_sums_kernel": pooling(voxels.middle_sums_kernel, (32, 30)),
     "keys_kernel[pooling]": pooling(voxels.keys_kernel(256), (56, 56)),
@@ -277,18 +278,31 @@ KERNELS |= {
     "sum_digits_kernel": pooling(voxels.sum_digits_kernel, (30,)),
     "move_kernel": pooling(voxels.move_kernel(256), (38,)),
     "join_kernel": pooling(voxels.join_kernel, (39, 39)),
+    "clear_grid_kernel": pooling(voxels.clear_grid_kernel, (16, 16), stores=1),
     "spread_kernel": pooling(voxels.spread_kernel(256, True), (48, 66), loads=4, stores=4),
+    "write_sectors_kernel": pooling(voxels.write_sectors_kernel(256), (40, 56), loads=4, stores=4),
+    "write_sectors_kernel[64 bits]": pooling(voxels.write_sectors_kernel(256), (40, 56), wide=True),
     "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (42, 58), loads=4),
     "pool_kernel[halves]": pooling(
         voxels.pool_kernel(256, voxels.NO_LAYER, False, True, True), (80,), stores=1, halves=True
     ),
     "pool_kernel[unaligned]": pooling(voxels.pool_kernel(256, voxels.LAYER_IN_SHARED, False, False, False), (72, 72)),
 }
+KERNELS |= {
+    "fold_rows_kernel": pooling(
+        voxels.fold_rows_kernel(256, FOLD_BLOCKS, False, True), (48, 48), loads=4, stores=1, threads=(256, FOLD_BLOCKS)
+    ),
+    "fold_rows_kernel[bias]": pooling(voxels.fold_rows_kernel(256, None, True, True), (64, 64), loads=4, stores=1),
+    "fold_rows_kernel[unaligned]": pooling(voxels.fold_rows_kernel(256, None, True, False), (72, 72), stores=1),
+    "fold_rows_kernel[64 bits]": pooling(voxels.fold_rows_kernel(256, None, False, True), (64, 64), wide=True),
+    "fold_rows_kernel[halves]": pooling(voxels.fold_rows_kernel(256, None, False, True), (56,), stores=1, halves=True),
+}
 for name, layer in LAYERS.items():
     kernel = voxels.pool_kernel(256, layer, True, True, True)
     KERNELS[f"pool_kernel[{name}]"] = pooling(kernel, POOL_REGISTERS[name], loads=1, stores=2)
-    kernel = voxels.fold_kernel(256, layer, True, True)
-    KERNELS[f"fold_kernel[{name}]"] = pooling(kernel, FOLD_REGISTERS[name], loads=1, stores=1)
+    if layer != voxels.NO_LAYER:
+        kernel = voxels.fold_kernel(256, layer, True, True)
+        KERNELS[f"fold_kernel[{name}]"] = pooling(kernel, FOLD_REGISTERS[name], loads=1, stores=1)
 # Voxels: a frame is an array of integers here, and so is where voxels begin.
 FRAME = {"frame": types.int64, "firsts": types.uint32}
 LABELS = {**FRAME, "labels": types.int32, "reduced": types.int32}
@@ -330,12 +344,12 @@ for kind, own, wide in (("floats", FLOATS, types.float64), ("integers", INTEGERS
 PRODUCT_REGISTERS = {types.float32: (161, 95, 89), types.float64: (152, 122)}
 
 
-def product(tile, registers, real=types.float32, whole=True, biased=True, activated=False, **options):
-    kernel = dense.linear_kernel(tile, whole, whole, biased, activated)
+def product(tile, registers, real=types.float32, whole=True, biased=True, activated=False, rounded=False, **options):
+    kernel = dense.linear_kernel(tile, whole, whole, biased, activated, rounded)
     quads = (tile.rows + tile.columns) * tile.depth // (4 * tile.threads)  # of both operands, a thread and step
     loads, stores = (quads, 4 * tile.row_quads * tile.column_quads) if whole else (0, 0)
     bounds = tile.threads, tile.blocks
-    return Entry(kernel, (registers,), loads, stores, True, (real,), bounds, tile=tile, **options)
+    return Entry(kernel, (registers,), loads, stores, not rounded, (real,), bounds, tile=tile, **options)
 
 
 for real, measured in PRODUCT_REGISTERS.items():
@@ -349,6 +363,18 @@ KERNELS |= {
     "linear_kernel[halves]": product(tile, 161, own={"x": types.int16, "weight": types.int16}),
 }
 KERNELS["linear_kernel[halves]"].loads = 0  # of 64 bits
+# The layer of a pooling, of which nothing is fused.
+ROUNDED_REGISTERS = {types.float32: (166, 104, 80), types.float64: (182, 108)}
+for real, measured in ROUNDED_REGISTERS.items():
+    for registers, (tile, _) in zip(measured, ROUNDED_TILES[np.dtype(str(real))], strict=True):
+        name = f"linear_kernel[{tile.rows} x {tile.columns} rounded, {real}]"
+        KERNELS[name] = product(tile, registers, real, rounded=True)
+tile = ROUNDED_TILES[np.dtype(np.float32)][0][0]
+KERNELS |= {
+    "linear_kernel[unaligned, rounded]": product(tile, 166, whole=False, rounded=True),
+    "linear_kernel[halves, rounded]": product(tile, 166, rounded=True, own={"x": types.int16}),
+}
+KERNELS["linear_kernel[halves, rounded]"].loads = 0
 
 
 def signature(entry, real):

@@ -73,6 +73,9 @@ SMALL = [
     ("numbaknn.plans.voxels", "LEAST_STRETCH", 6),
     ("numbaknn.plans.voxels", "MOST_BLOCKS", 6),
     ("numbaknn.plans.voxels", "SPREAD_CHANNELS", 4),
+    ("numbaknn.plans.voxels", "FOLD_STRETCH", 3),
+    ("numbaknn.plans.voxels", "CLEAR_THREADS", 4),
+    ("numbaknn.plans.voxels", "WRITE_STRETCH", 3),
     ("numbaknn.plans.downsampling", "DIGIT_BITS", 3),
     ("numbaknn.plans.downsampling", "SORT_THREADS", 8),
     ("numbaknn.plans.downsampling", "SLOTS", 8),
@@ -488,6 +491,36 @@ def planned_pool(draws, layout, **options):
         answers.append(_returned(plan(*there.values()))[1].copy())
         right.append(numbaknn.voxel_pool(**here, target="cpu", **options))
     return answers, plan.launches, right
+
+
+def pool_variant(arrays, side, reduce, variant, backwards=False):
+    """The grid of points, pooled with what measurements may choose, and the CPU's; the names of the kernels. backwards: not
+    in the order of the launches, but in one that only keeps each behind those that it waits for."""
+    from numba import cuda
+
+    import numbaknn
+    from numbaknn.arrays import NumbaDevice
+    from numbaknn.plans import voxels as plans
+    from numbaknn.pooling import OF_POINTS, REDUCTIONS
+
+    (batch, count, width), library = arrays["features"].shape, NumbaDevice()
+    weight, bias = arrays.get("weight"), arrays.get("bias")
+    channels, real = width if weight is None else len(weight), arrays["coords"].dtype
+    middle, layer = (OF_POINTS, (0.0, 0.0, 0.0)), (weight is not None, bias is not None)
+    what = batch, batch, count, width, channels, side, 1.0, *layer, middle, REDUCTIONS[reduce], real
+    grid = cuda.to_device(np.full(batch * channels * side**3, np.nan, real))
+    placed = [*(cuda.to_device(array.reshape(-1)) for array in arrays.values()), grid]
+    flats = [library.flat(array, array.dtype) for array in placed]
+    flats[1] = flats[1].viewed(np.int16) if flats[1].dtype == np.float16 else flats[1]
+    pool = plans.DevicePool(plans.Pool(*what, **variant), flats, library)
+    left = list(range(len(pool.launches)))
+    while left:
+        ready = [n for n in left if not any(other in left for other in pool.after[n])]
+        left.remove(ready[-1 if backwards else 0])
+        pool.launches[ready[-1 if backwards else 0]].run(0)
+    names = [launch.kernel.__name__ for launch in pool.launches]
+    found = grid.copy_to_host().reshape(batch, channels, side, side, side)
+    return found, numbaknn.voxel_pool(**arrays, grid_size=side, reduce=reduce, target="cpu"), names
 
 
 def set_key_dtype(dtype):

@@ -137,7 +137,7 @@ def test_accesses_of_128_bits(compiled, identifier):
 
 @pytest.mark.parametrize("identifier", [name for name, (entry, *_) in VARIANTS.items() if entry.tile])
 def test_products(compiled, identifier):
-    """A step of the matrix product is fused products and sums, and the fewest reads of shared memory that serve them."""
+    """A step of the matrix product is products and sums, fused or not, and the fewest reads of shared memory for them."""
     entry, real, _ = VARIANTS[identifier]
     tile, ptx = entry.tile, compiled(identifier)
     lanes, suffix, words = ("v4", "f32", 1) if real == types.float32 else ("v2", "f64", 2)
@@ -145,8 +145,9 @@ def test_products(compiled, identifier):
     assert len(re.findall(rf"\bld\.shared\.{lanes}\.{suffix}", ptx)) == quads * words
     assert not re.search(rf"\bld\.shared\.{suffix}", ptx)
     if "gelu" not in identifier:  # whose formula has some of its own
-        products = len(re.findall(rf"\bfma\.rn\.{suffix}", ptx))
-        assert products == tile.depth * 16 * tile.row_quads * tile.column_quads
+        for operation in ("fma",) if entry.fused else ("mul", "add"):
+            found = len(re.findall(rf"\b{operation}\.rn\.{suffix}", ptx))
+            assert found == tile.depth * 16 * tile.row_quads * tile.column_quads
     assert ".local" not in ptx
 
 

@@ -881,6 +881,62 @@ def test_simulated_plan(simulated, count, layout, rng):
         np.testing.assert_array_equal(found, wanted, strict=True)
 
 
+@pytest.mark.parametrize(
+    "width, channels, biased, reduce", [(9, 33, True, "sum"), (16, 4, False, "max"), (1, 1, True, "mean")]
+)
+def test_simulated_layer_in_tiles(simulated, width, channels, biased, reduce, rng):
+    """Steps of eight features, of which the first may be a short one; one tile of channels, and two."""
+    arrays = draw(rng, 2, SMALL + 3, width, channels, spread=0.7)
+    if not biased:
+        del arrays["bias"]
+    found, right, names = simulated(simulator.pool_variant, arrays, 3, reduce, {"tiled": True})
+    assert {"linear_kernel", "fold_rows_kernel"} < set(names)
+    np.testing.assert_array_equal(found, right, strict=True)
+
+
+def test_simulated_layer_in_tiles_keeps_the_sign_of_zero(simulated, rng):
+    """What is behind the last feature of a step is nothing, and not a 0 that makes 0 of a sum of -0."""
+    arrays = draw(rng, 1, LARGE, 3, 2)
+    arrays["features"][:], arrays["bias"][:] = -0.0, -0.0
+    arrays["weight"][:] = 1
+    found, right, _ = simulated(simulator.pool_variant, arrays, 1, "max", {"tiled": True})
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(right))
+    assert np.signbit(right).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, F64], ids=lambda dtype: dtype.__name__)
+def test_simulated_layer_in_tiles_of(simulated, dtype, rng):
+    real = F64 if dtype == F64 else F32
+    arrays = draw(rng, 1, SMALL + 3, 6, 5, dtype=real)
+    arrays["features"] = arrays["features"].astype(dtype)
+    found, _, _ = simulated(simulator.pool_variant, arrays, 2, "mean", {"tiled": True})
+    right = pool(**{**arrays, "features": arrays["features"].astype(real)}, grid_size=2, reduce="mean")
+    close(found, right, found.dtype)
+
+
+@pytest.mark.parametrize(
+    "side, channels, layer, elements, backwards", [(2, 5, None, 1, False), (6, 3, 4, 2, False), (6, 3, 4, 1, True)]
+)
+def test_simulated_zeros_beside_the_rest(simulated, side, channels, layer, elements, backwards, rng):
+    """Sectors with a point and without, in all elements and in some; launches in any order that they allow."""
+    arrays = draw(rng, 2, SMALL + 3, channels, layer, spread=0.8)
+    variant = {"beside": elements, "tiled": layer is not None}
+    found, right, names = simulated(simulator.pool_variant, arrays, side, "sum", variant, backwards)
+    assert names[0] == "clear_grid_kernel" and names[-1] == "write_sectors_kernel"
+    assert ("spread_kernel" in names) == (elements == 1)
+    np.testing.assert_array_equal(found, right, strict=True)
+
+
+@pytest.mark.parametrize("spread, reduce", [(0, "sum"), (0.3, "max"), (2.0, "mean")])
+def test_simulated_folding_of_rows(simulated, spread, reduce, rng):
+    """Voxels of one point, of several, of several windows, in stretches that end within them and in whole windows."""
+    arrays = draw(rng, 1, 3 * SMALL + 3, 9, spread=spread)
+    for variant in ({}, {"fold_stretch": 100, "group": 4}):
+        found, right, names = simulated(simulator.pool_variant, arrays, 3, reduce, variant)
+        assert "fold_rows_kernel" in names
+        np.testing.assert_array_equal(found, right, strict=True)
+
+
 def test_simulated_out(simulated, rng):
     for dtype in (F32, np.float16):
         arrays = draw(rng, 2, 9, 3)

@@ -6,7 +6,8 @@ the other half. It is put there turned, column after column, so that the rows th
 quads. Each quad that is read from shared memory serves all rows, or columns, of the thread's register tile.
 
 Every element of the result is one chain of fused multiply-adds along the inner axis, in ascending order. So neither the
-tile, nor how many rows and columns there are beside it, changes a bit.
+tile, nor how many rows and columns there are beside it, changes a bit. Rounded, as pooling wants its layer, it is a chain
+that begins with the bias, with each product and each sum rounded by itself.
 """
 
 from __future__ import annotations
@@ -23,15 +24,19 @@ from numbaknn.lanes import (
     element,
     fold,
     kept,
+    kept_else_minus_zero,
     load_elements,
     load_quads,
+    load_quads_up_to,
     load_up_to,
     load_vector,
     mapped,
     of_each,
     outer_added,
+    outer_total,
     quad_of,
     real_of,
+    repeated,
     store_spread,
     store_vector,
     total,
@@ -132,6 +137,13 @@ def first_quad(n, others):
 
 
 @device
+def first_quad_of_summands(n, others):
+    """The same with -0 in place of what is behind `depth`: its products with 0 are -0, which no sum feels."""
+    _, _, column, depth, rows, threads, _ = others
+    return kept_else_minus_zero(first_quad(n, others), column + columns_to(n, rows, threads), 4, depth)
+
+
+@device
 def put_down(n, quad, others):
     """Put each element of the n-th into a column of shared memory. first: where the first element of the first goes."""
     tile, first, rows, threads, like = others
@@ -142,13 +154,27 @@ def put_down(n, quad, others):
 
 
 @device
-def with_column(sums, column, others):
-    """The sums of a thread with one more column of both operands."""
+def column_of(column, others):
+    """What a thread needs of a column of both operands: of its rows, and of its columns of the result."""
     tile, at_rows, at_columns, rows, columns, row_slots, column_slots = others
     rows_apart, columns_apart = 4 * rows // len(row_slots), 4 * columns // len(column_slots)
     down = load_quads(tile, at_rows + column * (rows + PADDING), 0, rows_apart, rows, row_slots)
     across = load_quads(tile, at_columns + column * (columns + PADDING), 0, columns_apart, columns, column_slots)
+    return down, across
+
+
+@device
+def with_column(sums, column, others):
+    """The sums of a thread with one more column of both operands."""
+    down, across = column_of(column, others)
     return outer_added(sums, down, across)
+
+
+@device
+def with_column_rounded(sums, column, others):
+    """The same with every product and every sum rounded by itself."""
+    down, across = column_of(column, others)
+    return outer_total(sums, down, across)
 
 
 @device
@@ -199,15 +225,17 @@ def place_of_thread(warps_across):
 
 
 @cache
-def linear_kernel(tile, whole, columns_whole, biased, activated):
+def linear_kernel(tile, whole, columns_whole, biased, activated, rounded=False):
     """The kernel for one tile a block. whole: all rows of both operands are whole quads, at multiples of 16 bytes;
-    columns_whole: those of the result and the bias are. biased: whether there is a bias; activated: whether by gelu."""
+    columns_whole: those of the result and the bias are. biased: whether there is a bias; activated: whether by gelu;
+    rounded: whether a sum begins with the bias and nothing is fused."""
     ROWS, COLUMNS, DEPTH, ROW_QUADS, COLUMN_QUADS, BLOCKS = tile
     THREADS, SHARED = tile.threads, tile.shared_elements()
     STAGE = SHARED // 2
     COLUMNS_FROM = DEPTH * (ROWS + PADDING)  # where the tile of the second operand is
     WARPS_ACROSS = COLUMNS // (4 * COLUMN_QUADS * WARP_ACROSS)
-    WHOLE, COLUMNS_WHOLE, BIASED, ACTIVATED = whole, columns_whole, biased, activated
+    WHOLE, COLUMNS_WHOLE, ROUNDED, ACTIVATED = whole, columns_whole, rounded, activated
+    BIASED_FIRST, BIASED_LAST = biased and rounded, biased and not rounded
     row_passes = tuple(range(ROWS * DEPTH // (4 * THREADS)))
     column_passes = tuple(range(COLUMNS * DEPTH // (4 * THREADS)))
     depths = tuple(range(DEPTH))
@@ -224,6 +252,11 @@ def linear_kernel(tile, whole, columns_whole, biased, activated):
         first_row, first_column = down * ROWS, across * COLUMNS
         down, across = place_of_thread(WARPS_ACROSS)
         sums = zeros(y[0], sum_slots)
+        if BIASED_FIRST:
+            # of the columns that `write_sums` will write
+            column = first_column + 4 * across
+            biases = load_quads_up_to(bias, 0, column, COLUMNS // COLUMN_QUADS, width, column_slots)
+            sums = repeated(biases, sum_slots)
         if depth > 0:
             row, row_column = first_place(ROWS)
             column, column_column = first_place(COLUMNS)
@@ -235,7 +268,11 @@ def linear_kernel(tile, whole, columns_whole, biased, activated):
             column_places = mapped(place_of, column_passes, places)
             # The first step is the short one, so that the others need not ask which columns there are.
             following = (depth - 1) % DEPTH + 1
-            rows = mapped(first_quad, row_passes, (x, row_places, row_column, following, ROWS, THREADS, WHOLE))
+            some = x, row_places, row_column, following, ROWS, THREADS, WHOLE
+            if ROUNDED:
+                rows = mapped(first_quad_of_summands, row_passes, some)
+            else:
+                rows = mapped(first_quad, row_passes, some)
             some = weight, column_places, column_column, following, COLUMNS, THREADS, WHOLE
             columns = mapped(first_quad, column_passes, some)
             stage = 0
@@ -252,12 +289,17 @@ def linear_kernel(tile, whole, columns_whole, biased, activated):
                         columns = mapped(elements_at, column_places, (weight, following))
                 cuda.syncthreads()
                 at = stage + 4 * down, stage + COLUMNS_FROM + 4 * across
-                sums = fold(with_column, sums, depths, (tile, *at, ROWS, COLUMNS, row_slots, column_slots))
+                operands = tile, *at, ROWS, COLUMNS, row_slots, column_slots
+                if ROUNDED:
+                    sums = fold(with_column_rounded, sums, depths, operands)
+                else:
+                    sums = fold(with_column, sums, depths, operands)
                 if following >= depth:
                     break
                 following += DEPTH
                 stage = STAGE - stage
         row, column = first_row + 4 * down, first_column + 4 * across
-        fold(write_sums, sums, quads, (y, bias, row, column, count, width, shape, COLUMNS_WHOLE, BIASED, ACTIVATED))
+        result = y, bias, row, column, count, width, shape, COLUMNS_WHOLE, BIASED_LAST, ACTIVATED
+        fold(write_sums, sums, quads, result)
 
     return linear_kernel

@@ -4,9 +4,11 @@ A small cloud takes one launch, `pool_kernel`: every block fills its part of the
 into it while the zeros are on their way, and writes their voxels over them.
 
 A large cloud is sorted by voxel, then every voxel is written once: `middle_sums`, `keys`, for each further digit
-`count_digits`, for each digit `sum_digits` and `move`, then `fold` (the voxels' values, one after another, work shared out
-by points, so that a crowd in one voxel is nobody's alone), `join` (those that more than one block had a part of), `spread`
-(into the grid). pooling.py has the order of every sum.
+`count_digits`, for each digit `sum_digits` and `move`, then `fold_rows` (the voxels' values, work shared out by points, so
+that a crowd in one voxel is nobody's alone), `join` (those that reach over windows), `spread` (into the grid). A layer is
+applied ahead, in the register tiles of kernels/dense.py; one that isn't worth them, or the memory, is applied by `fold` in
+place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills elements with zeros meanwhile, where
+`write_sectors` then takes the place of `spread`. pooling.py has the order of every sum.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from functools import cache
 
 import numpy as np
-from numba import cuda, float64, int32
+from numba import cuda, float64, int32, int64
 
 from numbaknn.block import MOST_WARPS, WARP, lane_and_warp, lanes_with, sum_before
 from numbaknn.geometry import is_finite, read_point
@@ -70,6 +72,9 @@ CARRIED = 2 * MOST_GROUP
 
 # Shared memory that is accessed in quads begins at a multiple of 16 bytes; the simulator knows no such thing.
 ALIGNED = None if SIMULATED else 16
+
+# Eight voxels are a sector of 32 bytes, of which memory writes none in part, in float32 (in float64 two of them).
+SECTOR_BITS = 3
 
 # Where the weights of a layer are: there is none, in shared memory, too many for that.
 NO_LAYER, LAYER_IN_SHARED, LAYER_IN_GLOBAL = 0, 1, 2
@@ -362,16 +367,22 @@ def with_quad(value, four, weight, width, channels, place, step, table, LAYER):
 
 
 @device
+def quad_of_features(features, base, width, channel, biases, example, BIASED, WHOLE):
+    """Four channels of the point whose features begin at `base`, where there are no weights. biases: four of the bias."""
+    value = real_of(load_quad(features, base + channel, base + width, WHOLE), example)
+    return total(biases, value) if BIASED else value
+
+
+@device
 def quad_of_point(features, base, layer, channels, channel, table, at, bits, example, LAYER, BIASED, WHOLE):
     """Four channels of the point whose features begin at `base`, the first of which is channel `at` of its group.
 
     layer: (width, weight, bias).
     """
     width, weight, bias = layer
-    if LAYER == NO_LAYER:
-        value = real_of(load_quad(features, base + channel, base + width, WHOLE), example)
-        return total(load_up_to(bias, channel, channels, QUAD), value) if BIASED else value
     value = load_up_to(bias, channel, channels, QUAD) if BIASED else zeros(example, QUAD)
+    if LAYER == NO_LAYER:
+        return quad_of_features(features, base, width, channel, value, example, BIASED, WHOLE)
     place, step = (at, 1 << bits) if LAYER == LAYER_IN_SHARED else (channel * width, 1)
     last = base + width
     while base + 16 <= last:  # all four quads are on their way before the first is needed
@@ -669,9 +680,102 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
 # -- Large clouds --------------------------------------------------------------------------------------------------------
 
 
+@kernel
+def clear_grid_kernel(grid, length):
+    """Zeros for so many elements of a grid of whole quads, by any number of threads."""
+    quad, threads, none = cuda.grid(1), cuda.gridsize(1), zeros(grid[0], QUAD)
+    while 4 * quad < length:
+        store_vector(grid, 4 * quad, none)
+        quad += threads
+
+
+@device
+def divided(n, by):
+    """(quotient, remainder), in 32 bits without a sign."""
+    n, by = np.uint32(n), np.uint32(by)
+    quotient = np.uint32(n // by)
+    return int64(quotient), int64(np.uint32(n - quotient * by))
+
+
+@device
+def quad_of_number(point, features, base, width, channel, biases, example, start, BIASED, WHOLE):
+    """Four channels of a point by its number, in the type of `start`."""
+    row = base + point * width
+    return converted(quad_of_features(features, row, width, channel, biases, example, BIASED, WHOLE), start)
+
+
+@cache
+def fold_rows_kernel(threads, blocks, biased, whole):
+    """The kernel for sorted clouds whose points add their features as they are, with a bias or without. blocks: how many
+    have to share a multiprocessor, if that is said. whole: whether features are quads at multiples of 16 bytes."""
+    THREADS, BIASED, WHOLE = threads, biased, whole
+
+    @kernel((threads, blocks) if blocks else None)
+    def fold_rows_kernel(
+        keys,
+        order,
+        clouds_step,
+        features,
+        count,
+        width,
+        bias,
+        voxels,
+        reduce,
+        window,
+        windows,
+        stretch,
+        stretches,
+        bits,
+        rows_each,
+        by_voxel,
+        length,
+        pooled,
+        edges,
+    ):
+        """A stretch of a window of the sorted points of one element in 2^bits channels a block; groups of channels follow
+        each other.
+
+        A thread has four channels of the voxel that begins at a place, and takes its points as far as the window goes: at
+        most a window's, so no crowd is worth sharing out. No thread waits for another one.
+        """
+        rest, group = divided(cuda.blockIdx.x, (width + (1 << bits) - 1) >> bits)
+        part, number = divided(rest, stretches)
+        b, of_element = divided(part, windows)
+        cloud, base, begin = b * clouds_step, b * count * width, of_element * window
+        first, last = begin + number * stretch, min(begin + window, count)
+        start = np.float64(nothing(reduce, edges[0]))
+        target = pooled, b * rows_each, by_voxel, edges, part, length, width, voxels
+        for item in range(cuda.threadIdx.x, stretch << (bits - 2), THREADS):
+            at, channel = first + (item >> (bits - 2)), (group << bits) + ((item << 2) & ((1 << bits) - 1))
+            if at < last and channel < width:
+                key, point = keys[cloud + at], order[cloud + at]
+                begins = at == 0 or keys[cloud + max(at, 1) - 1] != key
+                if key < voxels and (begins or at == begin):
+                    biases = load_up_to(bias, channel, width, QUAD) if BIASED else zeros(pooled[0], QUAD)
+                    of_point = features, base, width, channel, biases, pooled[0], start, BIASED, WHOLE
+                    head, four = at if begins else int64(-1), total(zeros(start, QUAD), start)
+                    four = met(four, quad_of_number(point, *of_point), reduce)
+                    at += 1
+                    # a crowd, of which four points are on their way at a time
+                    while at + 3 < last and keys[cloud + at + 3] == key:
+                        a = quad_of_number(order[cloud + at], *of_point)
+                        b_ = quad_of_number(order[cloud + at + 1], *of_point)
+                        c = quad_of_number(order[cloud + at + 2], *of_point)
+                        d = quad_of_number(order[cloud + at + 3], *of_point)
+                        four = met(met(met(met(four, a, reduce), b_, reduce), c, reduce), d, reduce)
+                        at += 4
+                    while at < last and keys[cloud + at] == key:
+                        four = met(four, quad_of_number(order[cloud + at], *of_point), reduce)
+                        at += 1
+                    closed = at < last or at == count or keys[cloud + min(at, count - 1)] != key
+                    into_rows(target, channel, four, key, head, at, closed, reduce)
+
+    return fold_rows_kernel
+
+
 @cache
 def fold_kernel(threads, layer, biased, whole):
-    """The kernel for sorted clouds, with parameters as those of `pool_kernel`."""
+    """The kernel for sorted clouds with a layer on the way, with parameters as those of `pool_kernel`."""
     THREADS, LAYER, BIASED, WHOLE = threads, layer, biased, whole
 
     @kernel
@@ -782,11 +886,16 @@ def join_kernel(
 
 
 @device
-def place_of(keys, first, last, voxel):
-    """first_at_least, for a voxel whose place is likely to be the first."""
-    if first < last and keys[first] < voxel:
-        return first_at_least(keys, first + 1, last, voxel)
-    return first
+def place_of(keys, first, last, voxel, near):
+    """first_at_least, for a voxel whose place is likely to be the first; near: or soon after it."""
+    if not near:
+        return first_at_least(keys, first + 1, last, voxel) if first < last and keys[first] < voxel else first
+    at, step = first, 1
+    while at < last and keys[at] < voxel:
+        first = at + 1
+        at += step
+        step += step
+    return first_at_least(keys, first, min(at, last), voxel)
 
 
 @device
@@ -798,8 +907,41 @@ def row_of(keys, place, last, voxel, voxels, cloud, by_voxel):
 
 
 @device
+def rows_of_four(keys, at_a, cloud, count, first, step, voxels, by_voxel):
+    """The rows of four voxels, so many apart; at_a: where the points of the first would be."""
+    last, near = cloud + count, step == 1
+    at_b = place_of(keys, at_a, last, first + step, near)
+    at_c = place_of(keys, at_b, last, first + 2 * step, near)
+    at_d = place_of(keys, at_c, last, first + 3 * step, near)
+    return (
+        row_of(keys, at_a, last, first, voxels, cloud, by_voxel),
+        row_of(keys, at_b, last, first + step, voxels, cloud, by_voxel),
+        row_of(keys, at_c, last, first + 2 * step, voxels, cloud, by_voxel),
+        row_of(keys, at_d, last, first + 3 * step, voxels, cloud, by_voxel),
+    )
+
+
+@device
 def quad_of_row(pooled, row, first_row, length, channel, example):
     return load_vector(pooled, (first_row + row) * length + channel, QUAD) if row >= 0 else zeros(example, QUAD)
+
+
+@device
+def quads_of_rows(pooled, rows, first_row, length, channel, example):
+    """Four channels of each of four voxels."""
+    return (
+        quad_of_row(pooled, rows[0], first_row, length, channel, example),
+        quad_of_row(pooled, rows[1], first_row, length, channel, example),
+        quad_of_row(pooled, rows[2], first_row, length, channel, example),
+        quad_of_row(pooled, rows[3], first_row, length, channel, example),
+    )
+
+
+@device
+def store_turned(grid, at, quads, n):
+    """Write one channel of four neighbouring voxels."""
+    a, b, c, d = quads
+    store_vector(grid, at, joined(element(a, n), element(b, n), element(c, n), element(d, n)))
 
 
 @cache
@@ -809,43 +951,92 @@ def spread_kernel(threads, whole):
 
     @kernel
     def spread_kernel(
-        keys, clouds_step, count, channels, voxels, tiles, splits, each, rows_each, by_voxel, length, pooled, grid
+        keys,
+        clouds_step,
+        count,
+        channels,
+        voxels,
+        tiles,
+        splits,
+        each,
+        cleared,
+        rows_each,
+        by_voxel,
+        length,
+        pooled,
+        grid,
     ):
-        """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other."""
+        """Every voxel of the elements from `cleared` on written once: four voxels and `each` channels a thread. Stretches of
+        voxels follow each other."""
         tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
-        split, b = rest % splits, rest // splits
+        split, b = rest % splits, cleared + rest // splits
         first = (tile * THREADS + cuda.threadIdx.x) * 4 if WHOLE else tile * THREADS * 4 + cuda.threadIdx.x
         step = 1 if WHOLE else THREADS
         if first < voxels:
             cloud = b * clouds_step
-            last = cloud + count
-            at_a = first_at_least(keys, cloud, last, first)
-            at_b = place_of(keys, at_a, last, first + step)
-            at_c = place_of(keys, at_b, last, first + 2 * step)
-            at_d = place_of(keys, at_c, last, first + 3 * step)
-            row_a = row_of(keys, at_a, last, first, voxels, cloud, by_voxel)
-            row_b = row_of(keys, at_b, last, first + step, voxels, cloud, by_voxel)
-            row_c = row_of(keys, at_c, last, first + 2 * step, voxels, cloud, by_voxel)
-            row_d = row_of(keys, at_d, last, first + 3 * step, voxels, cloud, by_voxel)
-            first_row = b * rows_each
+            at = first_at_least(keys, cloud, cloud + count, first)
+            rows = rows_of_four(keys, at, cloud, count, first, step, voxels, by_voxel)
             for channel in range(split * each, min((split + 1) * each, channels), 4):
-                a = quad_of_row(pooled, row_a, first_row, length, channel, grid[0])
-                b_ = quad_of_row(pooled, row_b, first_row, length, channel, grid[0])
-                c = quad_of_row(pooled, row_c, first_row, length, channel, grid[0])
-                d = quad_of_row(pooled, row_d, first_row, length, channel, grid[0])
+                quads = quads_of_rows(pooled, rows, b * rows_each, length, channel, grid[0])
                 for n in range(4):
                     if channel + n < channels:
                         at = (b * channels + channel + n) * voxels + first
                         if WHOLE:
-                            four = joined(element(a, n), element(b_, n), element(c, n), element(d, n))
-                            store_vector(grid, at, four)
+                            store_turned(grid, at, quads, n)
                         else:
-                            grid[at] = element(a, n)
+                            grid[at] = element(quads[0], n)
                             if first + step < voxels:
-                                grid[at + step] = element(b_, n)
+                                grid[at + step] = element(quads[1], n)
                             if first + 2 * step < voxels:
-                                grid[at + 2 * step] = element(c, n)
+                                grid[at + 2 * step] = element(quads[2], n)
                             if first + 3 * step < voxels:
-                                grid[at + 3 * step] = element(d, n)
+                                grid[at + 3 * step] = element(quads[3], n)
 
     return spread_kernel
+
+
+@cache
+def write_sectors_kernel(threads):
+    THREADS = threads
+
+    @kernel
+    def write_sectors_kernel(
+        keys,
+        clouds_step,
+        count,
+        channels,
+        voxels,
+        stretch,
+        stretches,
+        bits,
+        rows_each,
+        by_voxel,
+        length,
+        pooled,
+        grid,
+    ):
+        """The sectors in which there is a point written over zeros: those that begin in a stretch of the sorted points of
+        one element, in 2^bits channels a block.
+
+        A thread has half of a sector in four channels, its neighbour the other half: memory is given whole sectors, as it
+        would read one of which it is given a part.
+        """
+        rest, group = divided(cuda.blockIdx.x, (channels + (1 << bits) - 1) >> bits)
+        b, number = divided(rest, stretches)
+        cloud = b * clouds_step
+        for item in range(cuda.threadIdx.x, stretch << (bits - 1), THREADS):
+            place = number * stretch + (item >> (bits - 1))
+            channel = (group << bits) + ((item >> 1 << 2) & ((1 << bits) - 1))
+            if place < count and channel < channels:
+                key = keys[cloud + place]
+                begins = place == 0 or keys[cloud + max(place, 1) - 1] >> SECTOR_BITS != key >> SECTOR_BITS
+                first = (key >> SECTOR_BITS << SECTOR_BITS) + ((item & 1) << 2)
+                if begins and key < voxels:  # then so is the sector, as whole grids have an even side
+                    at = place_of(keys, cloud + place, cloud + count, first, True)
+                    rows = rows_of_four(keys, at, cloud, count, first, 1, voxels, by_voxel)
+                    quads = quads_of_rows(pooled, rows, b * rows_each, length, channel, grid[0])
+                    for n in range(4):
+                        if channel + n < channels:
+                            store_turned(grid, (b * channels + channel + n) * voxels + first, quads, n)
+
+    return write_sectors_kernel

@@ -26,8 +26,21 @@ TILES = {
     ),
 }
 
+# The same where nothing is fused: what is a product before it becomes a part of a sum needs registers too.
+ROUNDED_TILES = {
+    np.dtype(np.float32): (
+        (Tile(128, 64, 8, 2, 2, 3), 1.0),
+        (Tile(64, 64, 16, 2, 1, 4), 0.9),
+        (Tile(32, 32, 16, 1, 1, 8), 0.6),
+    ),
+    np.dtype(np.float64): (
+        (Tile(64, 64, 8, 2, 1, 2), 1.0),
+        (Tile(32, 32, 8, 1, 1, 8), 0.7),
+    ),
+}
 
-def tile_for(count, width, dtype):
+
+def tile_for(count, width, dtype, rounded=False):
     """The tile with which the busiest multiprocessor is done first.
 
     4,096 x 768 in tiles of 128 x 64 are 384 blocks: 132 multiprocessors have 3 of them each, in all 98 % of what they could
@@ -40,17 +53,18 @@ def tile_for(count, width, dtype):
         blocks = -(-count // tile.rows) * -(-width // tile.columns)
         return -(-blocks // there) * tile.rows * tile.columns / speed
 
-    return min(TILES[dtype], key=time)[0]
+    return min((ROUNDED_TILES if rounded else TILES)[dtype], key=time)[0]
 
 
 class Product:
-    """`linear` for tables of one shape and dtype. tile: for experiments alone."""
+    """`linear` for tables of one shape and dtype. tile: for experiments alone. rounded: the layer of `voxel_pool`, on a
+    device."""
 
     takes_columns = False
 
-    def __init__(self, count, depth, width, dtype, biased, activated, tile=None):
+    def __init__(self, count, depth, width, dtype, biased, activated, tile=None, rounded=False):
         self.count, self.width, self.columns, self.dtype = count, depth, width, np.dtype(dtype)
-        self.biased, self.activated, self.tile = biased, activated, tile
+        self.biased, self.activated, self.tile, self.rounded = biased, activated, tile, rounded
 
     @property
     def key(self):
@@ -72,10 +86,11 @@ class Product:
 
     def launch(self, memory: Memory, count, parameters, outputs):
         (flat, _, stride), (weight, bias), (y,) = memory, parameters, outputs
-        tile = self.tile or tile_for(count, self.columns, self.dtype)
+        tile = self.tile or tile_for(count, self.columns, self.dtype, self.rounded)
         aligned = is_aligned(flat, weight, bias, y)
         whole = aligned and self.width % 4 == 0 and stride % 4 == 0
-        kernel = kernels.linear_kernel(tile, whole, aligned and self.columns % 4 == 0, self.biased, self.activated)
+        options = self.biased, self.activated, self.rounded
+        kernel = kernels.linear_kernel(tile, whole, aligned and self.columns % 4 == 0, *options)
         blocks = -(-count // tile.rows) * -(-self.columns // tile.columns)
         arguments = flat, stride, count, self.width, weight, self.columns, bias, y
         return Launch(kernel, blocks * tile.threads, tile.threads, *arguments)
