@@ -85,8 +85,9 @@ def gpu_times(calls):
     return times[3:]
 
 
-def torch_times(torch, calls):
-    """The same for PyTorch."""
+def torch_times(torch, calls, keep=False):
+    """The same for PyTorch. keep: whether every call of the graph has an output of its own, as those of gpu_times have; else
+    one is freed before the next is made, and takes its memory, which then stays in the cache."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for call in calls:
@@ -94,8 +95,12 @@ def torch_times(torch, calls):
                 call()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, stream=stream):
+        kept = []
         for n in range(REPEATS):
-            calls[n % len(calls)]()
+            output = calls[n % len(calls)]()
+            if keep:
+                kept = [*kept[1 - len(calls) :], output]
+            del output
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     times = []
     for _ in range(REPLAYS + 3):
@@ -333,7 +338,7 @@ def measure_host(page, sweep):
             set_streaming(chunk, slots, piece)
             words = f"chunks of {chunk} MiB, {slots} slots, pieces of {piece} KiB"
             page.row(f"row_score, pageable, {words}", wall_times(call, 9))
-        set_streaming(4, 4, 128)
+        set_streaming(16, 4, 128)
 
         def one_shot(*arrays):
             return [array.get() for array in cupy_composed(*map(cupy.asarray, arrays))]

@@ -24,10 +24,10 @@ from numbaknn.keeping import Kept
 from numbaknn.launch import Flat
 from numbaknn.loops.staging import copy_pieces
 
-# Chunks of 8 MiB take the bus 150 us, several times what the host needs to send them off; the first upload and the last
-# download, which nothing hides, stay short. 4 MiB took a fifth more time (docs/measurements/h200-rows.txt). Four slots: one
-# each is copied into, uploaded, worked on and downloaded.
-CHUNK_BYTES = 8 << 20
+# Chunks of 16 MiB take the bus 300 us, several times what the host needs to wake its cores and to send a chunk off; the first
+# upload and the last download, which nothing hides, stay short. 8 MiB took a tenth more time, 4 MiB a third to a half
+# (docs/measurements/h200-streaming.txt). Four slots: one each is copied into, uploaded, worked on and downloaded.
+CHUNK_BYTES = 16 << 20
 SLOTS = 4
 
 # One core copies so much at a time: all cores have some of a chunk.
@@ -40,7 +40,7 @@ MOST_KEPT_RINGS = 2
 MOST_KEPT_LAUNCHES = 32
 
 # What a slot has room for at least (rows of a chunk, results, parameters of a call), so that one ring serves most tables.
-USUAL_BYTES = CHUNK_BYTES, CHUNK_BYTES, 1 << 18
+USUAL_BYTES = CHUNK_BYTES, CHUNK_BYTES // 2, 1 << 18
 
 # Regions of a slot start at multiples of this, which suits accesses of 128 bits and the bus.
 ALIGNMENT = 256

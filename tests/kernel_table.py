@@ -32,7 +32,7 @@ from numbaknn.kernels import (
 )
 from numbaknn.launch import has_device
 from numbaknn.plans.dense import ROUNDED_TILES, TILES
-from numbaknn.plans.neighbors import CROWD_BLOCKS
+from numbaknn.plans.neighbors import crowd_blocks
 from numbaknn.plans.rows import MOST_TURN, TURNS
 from numbaknn.plans.voxels import FOLD_BLOCKS
 
@@ -148,17 +148,19 @@ for among_themselves in (False, True):
     kernel = neighbors.nearest_kernel(among_themselves)
     KERNELS[f"nearest_kernel[{among_themselves}]"] = Entry(kernel, (74, 108), loads=4)
 KERNELS |= {
-    f"knn_among_crowds_kernel[{slots}, {among_themselves}]": Entry(
+    f"knn_among_crowds_kernel[{slots}, {among_themselves}, {real}]": Entry(
         neighbors.knn_among_crowds_kernel(slots, blocks, among_themselves),
-        (512 // blocks,) * 2,
+        (512 // blocks,),
         loads=1,
         scalars="shrink",
         own={"order": types.int32},
         calls=True,
         threads=(neighbors.CROWD_THREADS, blocks),
+        reals=(real,),
     )
+    for real in (types.float32, types.float64)
     for slots, among_themselves in [(1, True), *((slots, False) for slots in (1, *KNN_REGISTERS))]
-    for blocks in [CROWD_BLOCKS[slots > 8]]
+    for blocks in [crowd_blocks(slots, np.dtype(str(real)))]
 }
 
 KERNELS |= {

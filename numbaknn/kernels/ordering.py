@@ -20,6 +20,16 @@ from numbaknn.jit import device, kernel
 # Stretches that the table is divided into, at most: a power of two.
 MOST_STRETCHES = 1 << 14
 
+# Counts that a thread sums up at once.
+AT_ONCE = 4
+
+
+def places_for(rows):
+    """(how many bits of a slot are left out of the number of its stretch, length of the array of places), for a table of so
+    many rows."""
+    bits = max(rows.bit_length() - MOST_STRETCHES.bit_length() + 1, 0)
+    return bits, ((rows >> bits) // AT_ONCE + 1) * AT_ONCE
+
 
 @cache
 def slot_near_of(refinements):
@@ -75,17 +85,22 @@ def sum_places_kernel(shape, places):
     """Turn the counts of the stretches into the places of their first queries. One block."""
     if shape[CROWDED] == 0:
         return
-    each = (places.size + cuda.blockDim.x - 1) // cuda.blockDim.x
+    each = (places.size // AT_ONCE + cuda.blockDim.x - 1) // cuda.blockDim.x * AT_ONCE
     first = min(each * cuda.threadIdx.x, places.size)
     last = min(first + each, places.size)
-    place = np.int32(0)
-    for stretch in range(first, last):
-        place += places[stretch]
-    place, _ = sum_before(place, cuda.blockDim.x)
-    for stretch in range(first, last):
-        count = places[stretch]
-        places[stretch] = place
-        place += count
+    mine, stretch = np.int32(0), first
+    while stretch < last:
+        mine += places[stretch] + places[stretch + 1] + places[stretch + 2] + places[stretch + 3]
+        stretch += AT_ONCE
+    place, _ = sum_before(mine, cuda.blockDim.x)
+    stretch = first
+    while stretch < last:
+        # all are read before the first is written, which might, for all the compiler knows, change the others
+        one, two, three, four = places[stretch], places[stretch + 1], places[stretch + 2], places[stretch + 3]
+        places[stretch], places[stretch + 1] = place, place + one
+        places[stretch + 2], places[stretch + 3] = place + one + two, place + one + two + three
+        place += one + two + three + four
+        stretch += AT_ONCE
 
 
 @kernel

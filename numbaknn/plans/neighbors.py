@@ -51,9 +51,8 @@ SCATTERING_THREADS = 64
 # Blocks of the bounding box and of clearing: two for every multiprocessor of the largest GPU, few enough that their
 # atomics don't queue.
 MOST_BLOCKS = 264
-# Multiprocessors of the largest GPU, and the blocks that each has of a query among crowds: for lists of up to 8, and longer.
+# Multiprocessors of the largest GPU.
 MULTIPROCESSORS = 132
-CROWD_BLOCKS = (4, 3)
 
 # So many queries of a cloud with crowds are worth being put in order: four launches, two microseconds each for other clouds.
 WORTH_ORDERING = 1 << 18
@@ -89,6 +88,14 @@ MOST_ROWS = 500_000_000
 # shapes on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
 MOST_KEPT = 16
 MOST_KEPT_ROWS = 1 << 20
+
+
+def crowd_blocks(k, dtype):
+    """The blocks of a query among crowds that share a multiprocessor: more of them wait less for memory, fewer have more
+    registers each."""
+    if k == 1 and np.dtype(dtype).itemsize == 4:
+        return 6
+    return 4 if k <= 8 else 3
 
 
 def most_cells(rows):
@@ -391,7 +398,7 @@ class DeviceGrid:
         else:
             kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared)
         among_crowds = k, options.squared, dtype.type(1) if shrink is None else shrink
-        blocks = CROWD_BLOCKS[k > 8]
+        blocks = crowd_blocks(k, dtype)
         crowd_kernel = knn_among_crowds_kernel(capacity(k), blocks, among_themselves)
         items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
         ordered = count >= WORTH_ORDERING and not among_themselves
@@ -405,8 +412,8 @@ class DeviceGrid:
     def _ordering(self, queries, count):
         """The launches that put the queries of a cloud with crowds in the order of the table, and the flat array that will
         hold their order."""
-        bits = max(self.rows.bit_length() - ordering.MOST_STRETCHES.bit_length() + 1, 0)
-        places = self._empty((self.rows >> bits) + 1, np.int32)
+        bits, length = ordering.places_for(self.rows)
+        places = self._empty(length, np.int32)
         stretches, order = self._empty(count, np.int32), self._empty(count, np.int32)
         threads, located = BINNING_THREADS, (self.starts, self.frame, self.shape)
         counted = count, queries, self.dimensions, *located, bits, stretches, places
