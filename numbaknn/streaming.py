@@ -24,8 +24,8 @@ from numbaknn.keeping import Kept
 from numbaknn.launch import Flat
 from numbaknn.loops.staging import copy_pieces
 
-# Chunks of 16 MiB take the bus 300 us, several times what the host needs to wake its cores and to send a chunk off; the first
-# upload and the last download, which nothing hides, stay short. 8 MiB took a tenth more time, 4 MiB a third to a half
+# Chunks of 16 MiB take the bus 300 us, several times what the host needs to wake its cores and to send a chunk off; the
+# first upload and the last download, which nothing hides, stay short. 8 MiB took a tenth more time, 4 MiB a third to a half
 # (docs/measurements/h200-streaming.txt). Four slots: one each is copied into, uploaded, worked on and downloaded.
 CHUNK_BYTES = 16 << 20
 SLOTS = 4
