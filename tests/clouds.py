@@ -51,6 +51,30 @@ def surface(rng, dtype):
 
 
 @family
+def thick_surface(rng, dtype):
+    """A shell, a fiftieth of its radius thick."""
+    points = rng.normal(size=(COUNT, 3))
+    shell = points / np.linalg.norm(points, axis=1, keepdims=True)
+    return drawn(rng, shell * (1 + 0.02 * rng.random((COUNT, 1))), dtype)
+
+
+@family
+def contrast(rng, dtype):
+    """Half of the points a thousand times as dense as the others."""
+    points = rng.random((COUNT, 3))
+    points[::2] = 0.4 + 0.1 * rng.random((len(points[::2]), 3))
+    return drawn(rng, points, dtype)
+
+
+@family
+def lidar(rng, dtype):
+    """Rings around a scanner, whose density falls with the square of the distance."""
+    angles, distances = 2 * np.pi * rng.random(COUNT), 1 + 99 * rng.random(COUNT) ** 2
+    heights = 0.3 * np.sin(distances) + 0.02 * rng.normal(size=COUNT)
+    return drawn(rng, np.stack([distances * np.cos(angles), distances * np.sin(angles), heights], axis=1), dtype)
+
+
+@family
 def clusters(rng, dtype):
     centres = rng.random((6, 3)) * 100
     return drawn(rng, centres[rng.integers(6, size=COUNT)] + rng.normal(size=(COUNT, 3)) * 1e-3, dtype)

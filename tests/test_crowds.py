@@ -40,6 +40,12 @@ def contrast(rng):
     return points
 
 
+def lidar(rng):
+    """Rings around a scanner, whose density falls with the square of the distance."""
+    angles, distances = 2 * np.pi * rng.random(COUNT), 1 + 999 * rng.random(COUNT) ** 3
+    return np.stack([distances * np.cos(angles), distances * np.sin(angles), 0.02 * rng.normal(size=COUNT)], axis=1)
+
+
 def equal(rng):
     return np.full((COUNT, 3), 0.3)
 
@@ -64,7 +70,7 @@ def flat(rng):
     return points
 
 
-CLOUDS = [outlier, scales, two_sites, contrast, equal, few_places, equal_in_a_crowd, flat]
+CLOUDS = [outlier, scales, two_sites, contrast, lidar, equal, few_places, equal_in_a_crowd, flat]
 CROWDED = pytest.mark.parametrize("cloud", CLOUDS, ids=lambda cloud: cloud.__name__)
 
 
