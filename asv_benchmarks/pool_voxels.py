@@ -3,12 +3,11 @@
     python asv_benchmarks/pool_voxels.py --output pool_voxels.txt
 
 First answers are compared, bit for bit, with the CPU's. GPU time is that of a CUDA graph of 20 calls, divided by 20;
-"in turn" has as many grids as are larger than the cache. "As its graph": the call's own
-graph, as a plan and a one-shot call have it, put on the stream 20 times. Waited for: the wall clock of a call and the wait
-behind it.
-Medians, with the quartiles in brackets, in microseconds; the floor is the bytes of the grid over 4.3 TB/s. torch.compile is
-given up after --patience seconds in all. Takes a minute and a half at the first run, most of it compiling. asv keeps the
-history; this prints a page. --large prints the large case with a layer alone: stages, variants, PyTorch.
+"in turn" has as many grids as are larger than the cache. "As its graph" is the call's own graph, which a plan and a one-shot
+call put on the stream, 20 times. Waited for: the wall clock of a call and the wait behind it. Medians, with the quartiles in
+brackets, in microseconds; the floor is the bytes of the grid over 4.3 TB/s. torch.compile is given up after --patience
+seconds in all. Takes a minute and a half at the first run, most of it compiling. asv keeps the history; this prints a page.
+--large prints the large case with a layer alone: stages, variants, PyTorch.
 """
 
 from __future__ import annotations

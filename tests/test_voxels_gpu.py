@@ -141,6 +141,7 @@ def test_rows_that_are_not_finite(count, rng):
         {"tile_elements": 65536},
         {"small_points": 0},
         {"spread_channels": 4},
+        {"spread_channels": 64},
         {"fold_stretch": 16},
         {"fold_stretch": 1024},
         {"tiled": False},
@@ -165,11 +166,10 @@ def test_variants(count, variant, rng):
             launch.run(0)
         library.wait()
         same(library.get(grid), right)
-        for _ in range(5):
-            grid.fill(np.nan)
-            pool.graph.run(flats, 0)
-            library.wait()
-            same(library.get(grid), right)
+        grid.fill(np.nan)
+        pool.graph.run(flats, 0)
+        library.wait()
+        same(library.get(grid), right)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, np.float16], ids=lambda dtype: dtype.__name__)

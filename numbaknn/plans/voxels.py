@@ -56,8 +56,9 @@ MOST_BLOCKS = 264
 FOLD_STRETCH = 64
 FOLD_BLOCKS = 5
 
-# Channels that a thread writes of its four voxels. 16 x 16,384 points in 64 channels of 64^3 voxels take 583 us; with 32 they
-# took 586 and with 64 598 (docs/measurements/h200-pooling-large.txt), though then fewer threads look for the same voxels.
+# Channels that a thread writes of its four voxels. 16 x 16,384 points in 64 channels of 64^3 voxels took 583 us; with 32
+# channels a thread 586 and with 64 598, though then fewer threads look for the same voxels
+# (docs/measurements/h200-pooling-large.txt).
 SPREAD_CHANNELS = 16
 
 # Products of a point that are worth a launch of their own for the layer.
