@@ -3,12 +3,11 @@
     python asv_benchmarks/pool_voxels.py --output pool_voxels.txt
 
 First answers are compared, bit for bit, with the CPU's. GPU time is that of a CUDA graph of 20 calls, divided by 20;
-"in turn" has as many grids as are larger than the cache. In such a graph the launches of a call are in a row; "as its graph"
-is the call's own graph, replayed 20 times, in which launches may run side by side, as in a plan and in a one-shot call.
-Waited for: the wall clock of a call and the wait behind it.
-Medians, with the quartiles in brackets, in microseconds; the floor is the bytes of the grid over 4.3 TB/s. torch.compile is
-given up after --patience seconds in all. Takes a minute and a half at the first run, most of it compiling. asv keeps the
-history; this prints a page. --large prints the large case with a layer alone: stages, variants, PyTorch.
+"in turn" has as many grids as are larger than the cache. "As its graph" is the call's own graph, which a plan and a one-shot
+call put on the stream, 20 times. Waited for: the wall clock of a call and the wait behind it. Medians, with the quartiles in
+brackets, in microseconds; the floor is the bytes of the grid over 4.3 TB/s. torch.compile is given up after --patience
+seconds in all. Takes a minute and a half at the first run, most of it compiling. asv keeps the history; this prints a page.
+--large prints the large case with a layer alone: stages, variants, PyTorch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from numbaknn.kernels.voxels import (
 )
 from numbaknn.lanes import element, store_vector, zeros
 from numbaknn.launch import Flat, Launch
-from numbaknn.plans import voxels as plans
 from numbaknn.plans.voxels import DevicePool, Pool
 from numbaknn.pooling import LANES, OF_POINTS, QUAD, REDUCTIONS, middle_of, voxel_of
 
@@ -387,16 +385,13 @@ def stages(page, pool, repeats=REPEATS):
         page.row(f"    {name} ({launch.blocks} blocks)", gpu_times([partial(run, [launch])], repeats))
 
 
-# The large case: the layer in register tiles or while the points are folded, zeros beside the rest or not, in all elements
-# or in some; and what else may be chosen for it.
-WAYS = [{}, {"beside": 0}, {"tiled": False}, {"tiled": False, "beside": 0}]
+# The large case: the layer in register tiles or while the points are folded; and what else may be chosen for it.
+WAYS = [{}, {"tiled": False}]
 CHOICES = [
-    *({"beside": elements} for elements in (4, 6, 8, 10, 12, 14)),
     *({"fold_stretch": places} for places in (16, 32, 128, 1024)),
-    *({"beside": 0, "spread_channels": channels} for channels in (16, 32)),
+    *({"spread_channels": channels} for channels in (8, 32, 64)),
     {"group": 16},
 ]
-BLOCKS_THAT_CLEAR = 1, 4, 8
 
 
 def measure_ways(page, shape):
@@ -429,11 +424,6 @@ def measure_ways(page, shape):
         stages(page, measure_one(words, variant))
     for variant in CHOICES:
         measure_one(", ".join(f"{key} {value}" for key, value in variant.items()), variant)
-    chosen = plans.CLEAR_BLOCKS
-    for blocks in BLOCKS_THAT_CLEAR:
-        plans.CLEAR_BLOCKS = blocks
-        measure_one(f"{blocks} blocks a multiprocessor clear", {})
-    plans.CLEAR_BLOCKS = chosen
     page.row("zeros alone (CuPy's fill)", gpu_times([partial(grid.fill, 0)]), floor)
 
 
@@ -593,7 +583,7 @@ def main():
     measure(page, HOT, [*tiles, *groups, {"small_points": 0}])
     measure_calls(page, HOT)
     measure(page, PLAIN, tiles if arguments.sweep else [])
-    spreads = [{"spread_channels": channels} for channels in (16, 32)]
+    spreads = [{"spread_channels": channels} for channels in (32, 64)]
     measure(page, LARGE, [*spreads, {"group": 16}], each=True)
     measure(page, LARGE_PLAIN, [], each=True)
     measure_ways(page, LARGE)

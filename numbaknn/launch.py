@@ -167,15 +167,13 @@ def places_of(some, launches):
 
 
 class Graph:
-    """Launches sent to the device by one call: in a row, or side by side where none needs what another one makes.
+    """Launches in a row, sent to the device by one call.
 
-    `after` has, for each of the launches, the numbers of those that have to be done before it, all of them smaller than its
-    own; without it each waits for the one before.
     `changing` are the array arguments whose memory may be another one in every run, `numbers` those (`Changing`) that may
     have another value: they are found among the arguments of the launches, where they are the same object.
     """
 
-    def __init__(self, launches, changing, numbers=(), after=None):
+    def __init__(self, launches, changing, numbers=()):
         self.launches = launches
         self._places, self._number_places = places_of(changing, launches), places_of(numbers, launches)
         self._values = [number.value for number in numbers]
@@ -186,10 +184,11 @@ class Graph:
         self._addresses = [flat.address for flat in changing]
         self._graph = _checked(driver.cuGraphCreate(0))
         self._parameters = [_node_parameters(launch) for launch in launches]
-        self._nodes = []
-        for number, parameters in enumerate(self._parameters):
-            before = self._nodes[-1:] if after is None else [self._nodes[n] for n in after[number]]
-            self._nodes.append(_checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), parameters)))
+        self._nodes, before = [], []
+        for parameters in self._parameters:
+            node = _checked(driver.cuGraphAddKernelNode(self._graph, before, len(before), parameters))
+            self._nodes.append(node)
+            before = [node]
         self._executable = _checked(driver.cuGraphInstantiate(self._graph, 0))
 
     def run(self, flats, stream, values=None):
@@ -216,7 +215,7 @@ class Graph:
             if addresses != self._addresses or (values is not None and values != self._values):
                 self._take(addresses, self._values if values is None else values)
             if stream and is_capturing(stream):
-                # a graph can't be put into another one by launching it; there they are in a row
+                # a graph can't be put into another one by launching it
                 for launch in self.launches:
                     launch.run(stream)
                 return

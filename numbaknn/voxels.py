@@ -99,8 +99,8 @@ def voxel_pool(
     The points of a voxel are added in ascending order, in double precision, and rounded once; those of the layer one by
     one in the precision of the features (pooling.py has the order). Every run and every target gives the same bits. On a
     device this costs less than atomics: clouds of up to 1,024 points take one launch, in which every part of the grid is
-    filled and the voxels of its points are written over that; larger ones are sorted by voxel, while a layer is applied to
-    all points and a grid that stays nearly empty is filled with zeros. Nothing waits for the device.
+    filled and the voxels of its points are written over that; larger ones are sorted by voxel first, and then every voxel is
+    written once. Nothing waits for the device.
 
     Examples
     --------

@@ -54,7 +54,7 @@ SCALARS = {
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride depth clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
     "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
-    "entries first_entry level slot slots column most_lanes cleared",
+    "entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",
     types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
@@ -280,10 +280,7 @@ KERNELS |= {
     "sum_digits_kernel": pooling(voxels.sum_digits_kernel, (30,)),
     "move_kernel": pooling(voxels.move_kernel(256), (38,)),
     "join_kernel": pooling(voxels.join_kernel, (39, 39)),
-    "clear_grid_kernel": pooling(voxels.clear_grid_kernel, (16, 16), stores=1),
     "spread_kernel": pooling(voxels.spread_kernel(256, True), (48, 66), loads=4, stores=4),
-    "write_sectors_kernel": pooling(voxels.write_sectors_kernel(256), (40, 56), loads=4, stores=4),
-    "write_sectors_kernel[64 bits]": pooling(voxels.write_sectors_kernel(256), (40, 56), wide=True),
     "spread_kernel[unaligned]": pooling(voxels.spread_kernel(256, False), (42, 58), loads=4),
     "pool_kernel[halves]": pooling(
         voxels.pool_kernel(256, voxels.NO_LAYER, False, True, True), (80,), stores=1, halves=True

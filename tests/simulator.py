@@ -74,8 +74,6 @@ SMALL = [
     ("numbaknn.plans.voxels", "MOST_BLOCKS", 6),
     ("numbaknn.plans.voxels", "SPREAD_CHANNELS", 4),
     ("numbaknn.plans.voxels", "FOLD_STRETCH", 3),
-    ("numbaknn.plans.voxels", "CLEAR_THREADS", 4),
-    ("numbaknn.plans.voxels", "WRITE_STRETCH", 3),
     ("numbaknn.plans.downsampling", "DIGIT_BITS", 3),
     ("numbaknn.plans.downsampling", "SORT_THREADS", 8),
     ("numbaknn.plans.downsampling", "SLOTS", 8),
@@ -493,9 +491,8 @@ def planned_pool(draws, layout, **options):
     return answers, plan.launches, right
 
 
-def pool_variant(arrays, side, reduce, variant, backwards=False):
-    """The grid of points, pooled with what measurements may choose, and the CPU's; the names of the kernels. backwards: not
-    in the order of the launches, but in one that only keeps each behind those that it waits for."""
+def pool_variant(arrays, side, reduce, variant):
+    """The grid of points, pooled with what measurements may choose, and the CPU's; the names of the kernels."""
     from numba import cuda
 
     import numbaknn
@@ -513,11 +510,8 @@ def pool_variant(arrays, side, reduce, variant, backwards=False):
     flats = [library.flat(array, array.dtype) for array in placed]
     flats[1] = flats[1].viewed(np.int16) if flats[1].dtype == np.float16 else flats[1]
     pool = plans.DevicePool(plans.Pool(*what, **variant), flats, library)
-    left = list(range(len(pool.launches)))
-    while left:
-        ready = [n for n in left if not any(other in left for other in pool.after[n])]
-        left.remove(ready[-1 if backwards else 0])
-        pool.launches[ready[-1 if backwards else 0]].run(0)
+    for launch in pool.launches:
+        launch.run(0)
     names = [launch.kernel.__name__ for launch in pool.launches]
     found = grid.copy_to_host().reshape(batch, channels, side, side, side)
     return found, numbaknn.voxel_pool(**arrays, grid_size=side, reduce=reduce, target="cpu"), names

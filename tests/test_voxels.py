@@ -914,19 +914,6 @@ def test_simulated_layer_in_tiles_of(simulated, dtype, rng):
     close(found, right, found.dtype)
 
 
-@pytest.mark.parametrize(
-    "side, channels, layer, elements, backwards", [(2, 5, None, 1, False), (6, 3, 4, 2, False), (6, 3, 4, 1, True)]
-)
-def test_simulated_zeros_beside_the_rest(simulated, side, channels, layer, elements, backwards, rng):
-    """Sectors with a point and without, in all elements and in some; launches in any order that they allow."""
-    arrays = draw(rng, 2, SMALL + 3, channels, layer, spread=0.8)
-    variant = {"beside": elements, "tiled": layer is not None}
-    found, right, names = simulated(simulator.pool_variant, arrays, side, "sum", variant, backwards)
-    assert names[0] == "clear_grid_kernel" and names[-1] == "write_sectors_kernel"
-    assert ("spread_kernel" in names) == (elements == 1)
-    np.testing.assert_array_equal(found, right, strict=True)
-
-
 @pytest.mark.parametrize("spread, reduce", [(0, "sum"), (0.3, "max"), (2.0, "mean")])
 def test_simulated_folding_of_rows(simulated, spread, reduce, rng):
     """Voxels of one point, of several, of several windows, in stretches that end within them and in whole windows."""

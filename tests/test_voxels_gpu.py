@@ -141,14 +141,11 @@ def test_rows_that_are_not_finite(count, rng):
         {"tile_elements": 65536},
         {"small_points": 0},
         {"spread_channels": 4},
+        {"spread_channels": 64},
         {"fold_stretch": 16},
         {"fold_stretch": 1024},
         {"tiled": False},
         {"tiled": True},
-        {"beside": 0},
-        {"beside": 1},
-        {"beside": 2},
-        {"tiled": True, "beside": 2},
         {"tiled": True, "group": 8, "fold_stretch": 100},
     ],
     ids=str,
@@ -169,11 +166,10 @@ def test_variants(count, variant, rng):
             launch.run(0)
         library.wait()
         same(library.get(grid), right)
-        for _ in range(5):
-            grid.fill(np.nan)
-            pool.graph.run(flats, 0)
-            library.wait()
-            same(library.get(grid), right)
+        grid.fill(np.nan)
+        pool.graph.run(flats, 0)
+        library.wait()
+        same(library.get(grid), right)
 
 
 @pytest.mark.parametrize("dtype", [F32, F64, np.float16], ids=lambda dtype: dtype.__name__)
@@ -194,24 +190,6 @@ def test_layers_in_tiles_keep_the_sign_of_zero(rng):
     arrays["weight"][:] = np.abs(arrays["weight"])
     options = {"grid_size": 8, "reduce": "max"}
     same(np.signbit(device(Cupy(), arrays, **options)), np.signbit(host(arrays, **options)))
-
-
-@pytest.mark.parametrize("width, layer", [(8, None), (64, 8), (5, 8)])
-@pytest.mark.parametrize("spread", [2, 16, 60])
-def test_zeros_beside_the_rest(width, layer, spread, rng):
-    """Large grids that are nearly empty, in calls and in plans: 134 MB; points all over the grid and in a few voxels."""
-    library = Cupy()
-    draws = [draw(rng, 2, 3_000, width, layer, spread=spread) for _ in range(2)]
-    draws[1]["coords"][0, 5] = np.nan
-    right = [host(arrays, grid_size=128, check_finite=False) for arrays in draws]
-    placed = [{name: library.put(array) for name, array in arrays.items()} for arrays in draws]
-    plan = numbaknn.plan(numbaknn.voxel_pool, **placed[0], grid_size=128)
-    names = [launch.kernel.py_func.__name__ for pool in plan._pools.values() for launch in pool.launches]
-    assert names[0] == "clear_grid_kernel"
-    for _ in range(5):
-        for arrays, wanted in zip(placed, right):
-            same(library.get(numbaknn.voxel_pool(**arrays, grid_size=128)), wanted)
-            same(library.get(plan(*arrays.values())), wanted)
 
 
 def cupy_library():

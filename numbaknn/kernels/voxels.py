@@ -7,8 +7,7 @@ A large cloud is sorted by voxel, then every voxel is written once: `middle_sums
 `count_digits`, for each digit `sum_digits` and `move`, then `fold_rows` (the voxels' values, work shared out by points, so
 that a crowd in one voxel is nobody's alone), `join` (those that reach over windows), `spread` (into the grid). A layer is
 applied ahead, in the register tiles of kernels/dense.py; one that isn't worth them, or the memory, is applied by `fold` in
-place of `fold_rows`. Where nearly all of a large grid is empty, `clear_grid` fills elements with zeros meanwhile, where
-`write_sectors` then takes the place of `spread`. pooling.py has the order of every sum.
+place of `fold_rows`. pooling.py has the order of every sum.
 """
 
 from __future__ import annotations
@@ -72,9 +71,6 @@ CARRIED = 2 * MOST_GROUP
 
 # Shared memory that is accessed in quads begins at a multiple of 16 bytes; the simulator knows no such thing.
 ALIGNED = None if SIMULATED else 16
-
-# Eight voxels are a sector of 32 bytes, of which memory writes none in part, in float32 (in float64 two of them).
-SECTOR_BITS = 3
 
 # Where the weights of a layer are: there is none, in shared memory, too many for that.
 NO_LAYER, LAYER_IN_SHARED, LAYER_IN_GLOBAL = 0, 1, 2
@@ -680,15 +676,6 @@ def pool_kernel(threads, layer, biased, whole, whole_grid):
 # -- Large clouds --------------------------------------------------------------------------------------------------------
 
 
-@kernel
-def clear_grid_kernel(grid, length):
-    """Zeros for so many elements of a grid of whole quads, by any number of threads."""
-    quad, threads, none = cuda.grid(1), cuda.gridsize(1), zeros(grid[0], QUAD)
-    while 4 * quad < length:
-        store_vector(grid, 4 * quad, none)
-        quad += threads
-
-
 @device
 def divided(n, by):
     """(quotient, remainder), in 32 bits without a sign."""
@@ -959,17 +946,15 @@ def spread_kernel(threads, whole):
         tiles,
         splits,
         each,
-        cleared,
         rows_each,
         by_voxel,
         length,
         pooled,
         grid,
     ):
-        """Every voxel of the elements from `cleared` on written once: four voxels and `each` channels a thread. Stretches of
-        voxels follow each other."""
+        """Every voxel written once: four voxels and `each` channels a thread. Stretches of voxels follow each other."""
         tile, rest = cuda.blockIdx.x % tiles, cuda.blockIdx.x // tiles
-        split, b = rest % splits, cleared + rest // splits
+        split, b = rest % splits, rest // splits
         first = (tile * THREADS + cuda.threadIdx.x) * 4 if WHOLE else tile * THREADS * 4 + cuda.threadIdx.x
         step = 1 if WHOLE else THREADS
         if first < voxels:
@@ -993,50 +978,3 @@ def spread_kernel(threads, whole):
                                 grid[at + 3 * step] = element(quads[3], n)
 
     return spread_kernel
-
-
-@cache
-def write_sectors_kernel(threads):
-    THREADS = threads
-
-    @kernel
-    def write_sectors_kernel(
-        keys,
-        clouds_step,
-        count,
-        channels,
-        voxels,
-        stretch,
-        stretches,
-        bits,
-        rows_each,
-        by_voxel,
-        length,
-        pooled,
-        grid,
-    ):
-        """The sectors in which there is a point written over zeros: those that begin in a stretch of the sorted points of
-        one element, in 2^bits channels a block.
-
-        A thread has half of a sector in four channels, its neighbour the other half: memory is given whole sectors, as it
-        would read one of which it is given a part.
-        """
-        rest, group = divided(cuda.blockIdx.x, (channels + (1 << bits) - 1) >> bits)
-        b, number = divided(rest, stretches)
-        cloud = b * clouds_step
-        for item in range(cuda.threadIdx.x, stretch << (bits - 1), THREADS):
-            place = number * stretch + (item >> (bits - 1))
-            channel = (group << bits) + ((item >> 1 << 2) & ((1 << bits) - 1))
-            if place < count and channel < channels:
-                key = keys[cloud + place]
-                begins = place == 0 or keys[cloud + max(place, 1) - 1] >> SECTOR_BITS != key >> SECTOR_BITS
-                first = (key >> SECTOR_BITS << SECTOR_BITS) + ((item & 1) << 2)
-                if begins and key < voxels:  # then so is the sector, as whole grids have an even side
-                    at = place_of(keys, cloud + place, cloud + count, first, True)
-                    rows = rows_of_four(keys, at, cloud, count, first, 1, voxels, by_voxel)
-                    quads = quads_of_rows(pooled, rows, b * rows_each, length, channel, grid[0])
-                    for n in range(4):
-                        if channel + n < channels:
-                            store_turned(grid, (b * channels + channel + n) * voxels + first, quads, n)
-
-    return write_sectors_kernel

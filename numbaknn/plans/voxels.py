@@ -16,7 +16,7 @@ import numpy as np
 from numbaknn.keeping import Kept
 from numbaknn.kernels import voxels as kernels
 from numbaknn.lanes import EXCHANGE_BYTES
-from numbaknn.launch import Graph, Launch, multiprocessors
+from numbaknn.launch import Graph, Launch
 from numbaknn.loops import voxels as loops
 from numbaknn.plans import dense
 from numbaknn.plans.neighbors import keep_if_captured
@@ -56,24 +56,13 @@ MOST_BLOCKS = 264
 FOLD_STRETCH = 64
 FOLD_BLOCKS = 5
 
-# Channels that a thread writes of its four voxels.
-SPREAD_CHANNELS = 64
-
-# Places of the sorted list that a block looks at for sectors that begin there: with 32 channels four for sixteen threads.
-WRITE_STRETCH = 64
+# Channels that a thread writes of its four voxels. 16 x 16,384 points in 64 channels of 64^3 voxels took 583 us; with 32
+# channels a thread 586 and with 64 598, though then fewer threads look for the same voxels
+# (docs/measurements/h200-pooling-large.txt).
+SPREAD_CHANNELS = 16
 
 # Products of a point that are worth a launch of their own for the layer.
 LEAST_PRODUCTS = 256
-
-# A grid is filled with zeros beside the rest if it has so many bytes that this is worth while, and so many voxels a point.
-# What is then written twice are sectors of eight voxels that hold a point: 39 % of the grid for points all over it, 15 % for
-# those of the benchmark, which fill a ball.
-BESIDE_BYTES = 128 << 20
-BESIDE_VOXELS = 16
-
-# Blocks on a multiprocessor that fill it: a quarter of its threads, which only send off what they have, and few registers.
-CLEAR_BLOCKS = 2
-CLEAR_THREADS = 256
 
 # Points, and voxels, that are worth waking a core for.
 POINTS_A_STRETCH = 16384
@@ -90,7 +79,7 @@ class Pool(NamedTuple):
 
     clouds: how many sets of coordinates there are, B or 1. weighted, biased: what the layer has. middle: the kind of the
     centre and three numbers, which count where it is OF_CALL. The rest is what measurements may choose: `tiled`, whether the
-    layer is applied in register tiles ahead of folding; `beside`, how many elements are filled with zeros beside the rest.
+    layer is applied in register tiles ahead of folding.
     """
 
     batch: int
@@ -111,7 +100,6 @@ class Pool(NamedTuple):
     spread_channels: int | None = None
     fold_stretch: int | None = None
     tiled: bool | None = None
-    beside: int | None = None
 
     @property
     def voxels(self):
@@ -135,14 +123,6 @@ class Pool(NamedTuple):
             return False
         fits = self.channels <= 2 * self.width or self.count <= self.voxels
         return bool(self.tiled) or (fits and self.width * self.channels >= LEAST_PRODUCTS)
-
-    @property
-    def elements_beside(self):
-        """How many elements of the batch are filled with zeros beside the rest, if they are whole quads."""
-        if self.beside is not None:
-            return min(self.beside, self.batch)
-        large = self.batch * self.channels * self.voxels * self.dtype.itemsize >= BESIDE_BYTES
-        return self.batch if large and self.voxels >= BESIDE_VOXELS * self.count else 0
 
     def digits(self):
         """(passes of the sort, bits of each digit): keys go up to the number of voxels, for points in none."""
@@ -219,8 +199,7 @@ class HostPool:
 class DevicePool:
     """Pooling by the kernels, in a workspace that is kept, all launches in one graph.
 
-    flats: memory of the lengths, dtypes and alignment that every run will have; runs may take other memory. launches: in an
-    order in which they may run one by one; after: for each the numbers of those that it has to wait for.
+    flats: memory of the lengths, dtypes and alignment that every run will have; runs may take other memory.
     """
 
     def __init__(self, pool, flats, library):
@@ -236,23 +215,13 @@ class DevicePool:
         self._whole = pool.width % 4 == 0 and is_aligned(named["features"])
         self._tile_elements = pool.tile_elements or TILE_ELEMENTS
         self._spread_channels = pool.spread_channels or SPREAD_CHANNELS
-        self.launches, self.after = [], []
         self._choose_group()
-        if pool.is_small:
-            self._add(self._small())
-        else:
-            self._large()
+        self.launches = [self._small()] if pool.is_small else self._large()
 
     @cached_property
     def graph(self):
         """All launches as one graph, whose changing arguments are the flats."""
-        return Graph(self.launches, list(self._named.values()), after=self.after)
-
-    def _add(self, launch, *after):
-        """Note a launch, and the numbers of those that have to be done before it. Its own number."""
-        self.launches.append(launch)
-        self.after.append(after)
-        return len(self.launches) - 1
+        return Graph(self.launches, list(self._named.values()))
 
     def _empty(self, length, dtype):
         _, flat = self._library.empty((length,), dtype)
@@ -313,35 +282,22 @@ class DevicePool:
         )
 
     def _large(self):
-        """The layer runs beside the sort, and zeros beside everything: the layer comes after a first launch, so that its
-        blocks, which leave no registers for others, find those that clear in their places."""
-        elements = self._pool.elements_beside if self._whole_grid else 0
-        cleared = [self._clearing(elements)] if elements else []
-        keys, order, first, last = self._sorting()
-        layer, tiled = self._tiling(first) if self._pool.is_tiled else (None, [])
-        rows, places, folded = self._folding(keys, order, layer, last, *tiled)
-        if elements < self._pool.batch:
-            self._spreading(keys, rows, places, elements, folded)
-        if elements:
-            self._writing(keys, rows, places, elements, folded, *cleared)
+        launches, keys, order = self._sorting()
+        tiled, layer = self._tiling() if self._pool.is_tiled else ([], None)
+        folded, rows, places = self._folding(keys, order, layer)
+        return [*launches, *tiled, *folded, self._spreading(keys, rows, places)]
 
-    def _clearing(self, elements):
-        """The number of the launch."""
-        length = elements * self._pool.channels * self._pool.voxels
-        threads = min(CLEAR_BLOCKS * CLEAR_THREADS * multiprocessors(), length // 4)
-        return self._add(Launch(kernels.clear_grid_kernel, threads, CLEAR_THREADS, self._grid, length))
-
-    def _tiling(self, *after):
-        """(what the layer makes of every point, [the number of the launch])."""
+    def _tiling(self):
+        """([the launch], what the layer makes of every point)."""
         pool = self._pool
         count = pool.batch * pool.count
         layer = self._empty(count * pool.channels, pool.dtype)
         product = dense.Product(count, pool.width, pool.channels, pool.dtype, pool.biased, False, rounded=True)
         memory = Memory(self._named["features"], False, pool.width)
-        return layer, [self._add(product.launch(memory, count, [self._weight, self._bias], [layer]), *after)]
+        return [product.launch(memory, count, [self._weight, self._bias], [layer])], layer
 
     def _sorting(self):
-        """(the sorted keys, the order of the points, the numbers of the first launch and of the last)."""
+        """(the launches, the sorted keys, the order of the points)."""
         pool, threads = self._pool, SORT_THREADS
         clouds, count, coords = pool.clouds, pool.count, self._named["coords"]
         kind, *_ = pool.middle
@@ -354,48 +310,47 @@ class DevicePool:
         keys = [self._empty(clouds * count, pool.key_dtype) for _ in range(2)]
         orders = [self._empty(clouds * count, np.int32) for _ in range(2)]
         counts, totals = self._empty(stretches * digits, np.int32), self._empty(digits, np.int32)
-        before = []
+        launches = []
         if kind == OF_POINTS:
             parts = clouds * windows
             of_windows = coords, count, windows, WINDOW, sums, parts
             kernel, exchanged = kernels.middle_sums_kernel, EXCHANGE_BYTES * POOL_THREADS
-            launch = Launch(kernel, parts * LANES, POOL_THREADS, *of_windows, shared_bytes=exchanged)
-            before.append(self._add(launch))
-        launch = Launch(
-            kernels.keys_kernel(POOL_THREADS),
-            blocks * POOL_THREADS,
-            POOL_THREADS,
-            coords,
-            count,
-            stretch,
-            stretches,
-            sums,
-            windows,
-            *self._place(),
-            np.float64(pool.voxel_size),
-            pool.side,
-            bits,
-            keys[0],
-            counts,
-            shared_bytes=EXCHANGE_BYTES * POOL_THREADS,
+            launches.append(Launch(kernel, parts * LANES, POOL_THREADS, *of_windows, shared_bytes=exchanged))
+        launches.append(
+            Launch(
+                kernels.keys_kernel(POOL_THREADS),
+                blocks * POOL_THREADS,
+                POOL_THREADS,
+                coords,
+                count,
+                stretch,
+                stretches,
+                sums,
+                windows,
+                *self._place(),
+                np.float64(pool.voxel_size),
+                pool.side,
+                bits,
+                keys[0],
+                counts,
+                shared_bytes=EXCHANGE_BYTES * POOL_THREADS,
+            )
         )
-        last = self._add(launch, *before)
-        first, *_ = *before, last
         for number in range(passes):
             source, target = number % 2, 1 - number % 2
             part = count, stretch, stretches, number * bits, bits
             if number > 0:
                 counted = keys[source], *part, counts
-                last = self._add(Launch(kernels.count_digits_kernel, blocks * threads, threads, *counted), last)
+                launches.append(Launch(kernels.count_digits_kernel, blocks * threads, threads, *counted))
             summed = counts, clouds, stretches, bits, totals
-            last = self._add(Launch(kernels.sum_digits_kernel, digits, threads, *summed), last)
+            launches.append(Launch(kernels.sum_digits_kernel, digits, threads, *summed))
             moved = keys[source], orders[source], number == 0, *part, counts, totals, keys[target], orders[target]
-            last = self._add(Launch(kernels.move_kernel(threads), blocks * threads, threads, *moved), last)
-        return keys[passes % 2], orders[passes % 2], first, last
+            launches.append(Launch(kernels.move_kernel(threads), blocks * threads, threads, *moved))
+        return launches, keys[passes % 2], orders[passes % 2]
 
-    def _folding(self, keys, order, layer, *after):
-        """(the rows of the voxels, which row is whose, the number of the last launch). layer: what it makes of every point,
-        if it has been applied."""
+    def _folding(self, keys, order, layer):
+        """(the launches, the rows of the voxels, which row is whose). layer: what it makes of every point, if it has been
+        applied."""
         pool, step = self._pool, self._clouds_step()
         batch, count, channels, voxels = pool.batch, pool.count, pool.channels, pool.voxels
         window, windows = WINDOW, -(-count // WINDOW)
@@ -423,26 +378,16 @@ class DevicePool:
         fold = Launch(kernel, items, POOL_THREADS, *arguments, shared_bytes=shared_bytes)
         joined = keys, step, count, batch, channels, *what, *places, edges, rows
         join = Launch(kernels.join_kernel, batch * windows * length, SPREAD_THREADS, *joined)
-        return rows, places, self._add(join, self._add(fold, *after))
+        return [fold, join], rows, places
 
-    def _spreading(self, keys, rows, places, first, *after):
-        """The elements from the first on."""
+    def _spreading(self, keys, rows, places):
         pool, threads = self._pool, SPREAD_THREADS
         channels, voxels = pool.channels, pool.voxels
         tiles, splits = -(-voxels // (4 * threads)), -(-channels // self._spread_channels)
-        shape = channels, voxels, tiles, splits, self._spread_channels, first
+        shape = channels, voxels, tiles, splits, self._spread_channels
         spread = keys, self._clouds_step(), pool.count, *shape, *places, rows, self._grid
         kernel = kernels.spread_kernel(threads, self._whole_grid)
-        self._add(Launch(kernel, (pool.batch - first) * splits * tiles * threads, threads, *spread), *after)
-
-    def _writing(self, keys, rows, places, elements, *after):
-        """So many elements, which are full of zeros by then."""
-        pool, threads, bits = self._pool, SPREAD_THREADS, self._row_bits
-        stretches = -(-pool.count // WRITE_STRETCH)
-        shape = pool.channels, pool.voxels, WRITE_STRETCH, stretches, bits
-        written = keys, self._clouds_step(), pool.count, *shape, *places, rows, self._grid
-        blocks = elements * stretches * -(-pool.channels // (1 << bits))
-        self._add(Launch(kernels.write_sectors_kernel(threads), blocks * threads, threads, *written), *after)
+        return Launch(kernel, pool.batch * splits * tiles * threads, threads, *spread)
 
 
 def variant(pool, flats):
@@ -470,7 +415,7 @@ def run_once(pool, flats, library, stream):
 
     needed = workspace_bytes(pool)
     if needed > MOST_KEPT_BYTES:
-        device_pool = DevicePool(pool._replace(beside=0), flats, library)  # as the launches are in a row
+        device_pool = DevicePool(pool, flats, library)
         for launch in device_pool.launches:
             launch.run(stream)
     else:
