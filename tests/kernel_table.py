@@ -155,6 +155,16 @@ KERNELS |= {
 KERNELS |= {
     "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),
     "fill_balls_kernel": Entry(balls.fill_balls_kernel, (54, 72), loads=1),
+    **{
+        f"{stage}_balls_among_crowds_kernel": Entry(
+            getattr(balls, f"{stage}_balls_among_crowds_kernel"),
+            (512 // balls.CROWD_BLOCKS,) * 2,
+            loads=1,
+            calls=True,
+            threads=(balls.CROWD_THREADS, balls.CROWD_BLOCKS),
+        )
+        for stage in ("count", "fill")
+    },
     "lengths_kernel": Entry(balls.lengths_kernel, (28,)),
     "sum_counts_kernel": Entry(balls.sum_counts_kernel, (32,)),
     "sum_tiles_kernel": Entry(balls.sum_tiles_kernel, (28,)),
