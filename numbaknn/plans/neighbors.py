@@ -186,13 +186,14 @@ class HostGrid:
             among_themselves,
             (self.points, self.rows, self.dimensions),
             (self.table, self.starts, self.frame, self.shape),
+            self.crowded,
         )
         wanted = square_limit(options.bound, self.dtype), options.bound != np.inf, options.k
         if options.k > LONGEST_ON_HOST:
             list_loop(*asked, *wanted, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
-            knn_loop(*asked, self.crowded, *wanted, slots, options.squared, shrink, (distances, indices))
+            knn_loop(*asked, *wanted, slots, options.squared, shrink, (distances, indices))
 
 
 class DeviceGrid:
