@@ -152,6 +152,7 @@ KERNELS |= {
     for blocks in [CROWD_BLOCKS[slots > 8]]
 }
 
+LIST_BOUNDS = lists.MOST_THREADS, lists.CROWD_BLOCKS
 KERNELS |= {
     "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),
     "fill_balls_kernel": Entry(balls.fill_balls_kernel, (54, 72), loads=1),
@@ -171,11 +172,21 @@ KERNELS |= {
     "add_tiles_kernel": Entry(balls.add_tiles_kernel, (20,)),
     "borders_kernel": Entry(balls.borders_kernel, (12,)),
     "long_list_kernel": Entry(lists.long_list_kernel, (64, 80), loads=1),
+    "long_list_among_crowds_kernel": Entry(
+        lists.long_list_among_crowds_kernel, (128, 128), loads=1, calls=True, threads=LIST_BOUNDS
+    ),
 }
 # made for a type of reals each, as that of their shared memory is compiled in
-MADE = {"list_kernel": (64, 78), "sort_balls_kernel": (43, 39)}
+MADE = {"list_kernel": (64, 78), "list_among_crowds_kernel": (128, 128), "sort_balls_kernel": (43, 39)}
 KERNELS |= {
-    f"{name}[{real}]": Entry(getattr(lists, name)(real), (registers,), loads=int(name == "list_kernel"), reals=(real,))
+    f"{name}[{real}]": Entry(
+        getattr(lists, name)(real),
+        (registers,),
+        loads=int(name.startswith("list")),
+        reals=(real,),
+        calls="among_crowds" in name,
+        threads=LIST_BOUNDS if "among_crowds" in name else None,
+    )
     for name, measured in MADE.items()
     for real, registers in zip((types.float32, types.float64), measured)
 }
