@@ -105,7 +105,7 @@ KERNELS = {
     "clear_crowds_kernel": Entry(crowds.clear_crowds_kernel, (32,)),
     "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (20, 20)),
     "frames_of_crowds_kernel": Entry(crowds.frames_of_crowds_kernel, (38, 40), fused=True),
-    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (32, 32)),
+    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (40, 40)),
     "scan_tiles_of_crowds_kernel": Entry(crowds.scan_tiles_of_crowds_kernel, (32,)),
     "scan_sums_of_crowds_kernel": Entry(crowds.scan_sums_of_crowds_kernel, (32,)),
     "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (34,)),
