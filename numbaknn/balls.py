@@ -12,13 +12,26 @@ from functools import cache
 import numpy as np
 
 from numbaknn.crowds import CROWD, end_of_equals, grid_of_crowd
-from numbaknn.geometry import CELL, CROWDED, LONGEST, LOW, cells_within, is_finite, read_point, row_of, square_distance
+from numbaknn.geometry import (
+    CELL,
+    CROWDED,
+    EXTENT,
+    LONGEST,
+    cells_within,
+    is_finite,
+    read_point,
+    row_of,
+    square_distance,
+)
 from numbaknn.jit import device, seldom
 from numbaknn.lanes import load_point, root, stays_apart, total
 from numbaknn.search import place_of, square_of_gap, square_of_gap_to
 
 # (first row, rows on, first slot of a row, slots on) of a thread that has a ball for itself
 WHOLE_BALL = (0, 1, 0, 1)
+
+# Points of a crowd that are sooner looked at one by one than by the crowd's cells.
+FEW_OF_CROWD = 3 * CROWD
 
 
 @device
@@ -93,6 +106,17 @@ def slots_of_row(box, row, place, limit, starts, frame, shape):
     last = max(last, np.int32(first - 1))
     cells = row_of(row[0], row[1], shape[0], shape[1])
     return starts[np.uintp(cells + first)], starts[np.uintp(cells + last + 1)]
+
+
+@device
+def square_to_farthest(place, frame):
+    """The square to the corner of a grid that is farthest from a query, about."""
+    along_x, along_y, along_z = place
+    return square_distance(
+        max(along_x[0], frame[EXTENT] - along_x[0]),
+        max(along_y[0], frame[EXTENT + 1] - along_y[0]),
+        max(along_z[0], frame[EXTENT + 2] - along_z[0]),
+    )
 
 
 # -- Grids and the finer grids in them -------------------------------------------------------------------------------
@@ -192,17 +216,16 @@ def walk_crowd_of(refinements, visit):
         """
         stays_apart()
         own_starts, own_frame, own_shape = grid_of_crowd(begin, starts, frame, shape)
-        if own_frame[LONGEST] == 0:
-            square = square_distance(x - own_frame[LOW], y - own_frame[LOW + 1], z - own_frame[LOW + 2])
-            if square <= limit:
-                if enough is not None:
-                    end = end_of_equals(begin, enough, own_starts, own_shape)
-                row_first, row_step, slot_first, slot_step = share
-                slot, step = begin + row_first * slot_step + slot_first, row_step * slot_step
-                state = visit(x, y, z, itself, limit, slot, end, step, table, state, *arguments)
-            return state
         place = place_of(x, y, z, own_frame, own_shape)
         box = box_of_ball(place, limit, own_frame, own_shape)
+        if box[2][0] > box[2][1]:
+            return state
+        if own_frame[LONGEST] == 0 and enough is not None:
+            end = end_of_equals(begin, enough, own_starts, own_shape)
+        if end - begin <= FEW_OF_CROWD or square_to_farthest(place, own_frame) <= limit:
+            row_first, row_step, slot_first, slot_step = share
+            slot, step = begin + row_first * slot_step + slot_first, row_step * slot_step
+            return visit(x, y, z, itself, limit, slot, end, step, table, state, *arguments)
         grid = table, own_starts, own_frame, own_shape
         return walk_own(x, y, z, itself, place, box, limit, share, enough, *grid, state, arguments)
 
