@@ -23,6 +23,7 @@ import math
 import numpy as np
 
 from numbaknn.geometry import (
+    CROWDED,
     CROWDS,
     ENTRY,
     EXTENT,
@@ -108,8 +109,8 @@ def side_to_fill(longest, middle, shortest, cells):
 @device
 def lay_crowd(frame, shape, count, entry, crowds, largest, smallest, eps):
     """Lay the grid of a crowd of `count` points: fill its record. `frame` comes in with the lowest coordinates at LOW and
-    the highest at EXTENT. entry, crowds: as the shape has them."""
-    shape[ENTRY], shape[CROWDS] = entry, crowds
+    the highest at EXTENT. entry, crowds: as the shape has them; that there are crowds among its cells is not known yet."""
+    shape[ENTRY], shape[CROWDS], shape[CROWDED] = entry, crowds, 0
     longest = measure_extents(frame, count, largest, smallest, eps)
     if lay_one_cell(frame, shape, longest, smallest):
         if longest == 0:
@@ -134,3 +135,16 @@ def cell_in_crowd(x, y, z, index, rows, frame, shape):
 def lowest_index(cell, rows, shape):
     """The lowest index that a point in a cell of a crowd of equal points can have."""
     return np.int32((np.int64(cell) * rows + shape[0] - 1) // shape[0])
+
+
+@device
+def end_of_equals(begin, enough, starts, shape):
+    """Where, in a crowd of equal points that begins at a slot, the first cells end that have `enough` of them, or all do."""
+    low, high = 1, shape[0]
+    while low < high:
+        middle = (low + high) // 2
+        if starts[np.uintp(middle)] - begin >= enough:
+            high = middle
+        else:
+            low = middle + 1
+    return starts[np.uintp(low)]

@@ -2,25 +2,22 @@
 
 A list is a stretch of two flat arrays, squares and indices, from `first` on. It is never kept in order while a search goes
 on. The points of a block of cells that holds enough of them are counted by their square, in bins; so a square is known
-that k points, and few more, are within. What is within it goes straight to its bin, and each bin is sorted.
+that k points, and few more, are within. What is within it goes straight to its bin, and each bin is sorted. In a cloud with
+crowds such a block is looked for in the finest grid around the query.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 
-from numbaknn.balls import (
-    box_of_ball,
-    cells_of_row,
-    first_row,
-    next_row,
-    slots_of_row,
-)
-from numbaknn.geometry import CELL, is_finite, read_point, row_of, square_distance
-from numbaknn.jit import device
-from numbaknn.lanes import as_type_of, bits_of, load_point, order_key, product, real_of_key, root, total
+from numbaknn.balls import WHOLE_BALL, box_of_ball, cells_of_row, first_row, next_row, slots_of_row, walk_of
+from numbaknn.crowds import CROWD, grid_of_crowd
+from numbaknn.geometry import CELL, CROWDED, LONGEST, LOW, is_finite, read_point, row_of, square_distance
+from numbaknn.jit import device, seldom
+from numbaknn.lanes import as_type_of, bits_of, load_point, order_key, product, real_of_key, root, stays_apart, total
 from numbaknn.search import add_overflown, place_of
 from numbaknn.topk import before
 
@@ -137,6 +134,25 @@ def wider(radius, held, wanted):
     return np.int32(radius + max(radius // 4, 1))
 
 
+@cache
+def block_of(points_in_block):
+    """The function that finds a block of cells with enough points. `points_in_block`: what counts them on a target."""
+
+    @device
+    def block_with(wanted, place, whole, limit, starts, frame, shape, workspace):
+        """(block, its points, whether that is all of the box `whole`): around a query, of `wanted` points or more unless
+        the box has less."""
+        radius = 1
+        while True:
+            block, is_whole = block_around(place, radius, whole)
+            points = points_in_block(block, place, limit, starts, frame, shape, workspace)
+            if points >= wanted or is_whole:
+                return block, points, is_whole
+            radius = wider(radius, points, wanted)
+
+    return block_with
+
+
 @device
 def farthest_along(along, cells, cell):
     """At least the distance, along one axis, from a query to any point in a stretch of cells."""
@@ -184,17 +200,141 @@ def last_of_bin(number, base, shift, limit):
     return real_of_key(base + ((number + 1) << shift) - 1, limit) if number < BINS - 1 else limit
 
 
+# -- In a cloud with crowds ------------------------------------------------------------------------------------------
+#
+# The cells of its grid say little about where k points are: one of them may hold them all. So a square that k points are
+# within is looked for in the grids of crowds, that of the query's own cell first. What makes the functions:
+#
+#     points_in_block(block, place, limit, starts, frame, shape, workspace) -> points
+#     near_block_of(refinements): near_block(x, y, z, itself, k, place, block, near, mantissa, table, starts, frame, shape,
+#         workspace) -> a square that k points of a block are within; `near` if there are not so many within `near`
+#
+# On a GPU the threads of a block go through this together, and come to the same.
+
+
+@cache
+def near_of(refinements, points_in_block, near_block_of):
+    """The function that finds, in a grid and the grids within, a square that k points are within, and not many more."""
+    block_with, near_block = block_of(points_in_block), near_block_of(refinements)
+    if refinements == 0:
+
+        @seldom
+        def near(x, y, z, itself, k, limit, mantissa, table, starts, frame, shape, workspace):
+            """A square that k points of this grid are within; `limit` if it has not so many within that."""
+            stays_apart()
+            place = place_of(x, y, z, frame, shape)
+            whole = box_of_ball(place, limit, frame, shape)
+            wanted = k + (1 if itself >= 0 else 0)
+            if whole[2][0] > whole[2][1]:
+                return limit
+            block, points, _ = block_with(wanted, place, whole, limit, starts, frame, shape, workspace)
+            if points < wanted:
+                return limit
+            grid = table, starts, frame, shape
+            return near_block(x, y, z, itself, k, place, block, limit, mantissa, *grid, workspace)
+
+        return near
+
+    near_in_crowds = near_in_crowds_of(refinements - 1, points_in_block, near_block_of)
+
+    @seldom
+    def near(x, y, z, itself, k, limit, mantissa, table, starts, frame, shape, workspace):
+        """The same in a grid with crowds among its cells.
+
+        A first square comes out of the crowd that the query is in, or else out of a block around it. Another crowd within
+        that square may be denser: then it has a smaller one.
+        """
+        stays_apart()
+        place = place_of(x, y, z, frame, shape)
+        whole = box_of_ball(place, limit, frame, shape)
+        wanted = k + (1 if itself >= 0 else 0)
+        if whole[2][0] > whole[2][1]:
+            return limit
+        grid = table, starts, frame, shape
+        home_x, home_y, home_z = place[0][3], place[1][3], place[2][3]
+        home = (home_x, home_x), (home_y, home_y), (home_z, home_z)
+        seen = np.int32(row_of(home_y, home_z, shape[0], shape[1]) + home_x)
+        found = near_in_crowds(x, y, z, itself, k, place, home, np.int32(-1), limit, mantissa, *grid, workspace)
+        if not found < limit:
+            block, points, _ = block_with(wanted, place, whole, limit, starts, frame, shape, workspace)
+            if points < wanted:
+                return limit
+            found = near_in_crowds(x, y, z, itself, k, place, block, seen, limit, mantissa, *grid, workspace)
+            if not found < limit:
+                found = near_block(x, y, z, itself, k, place, block, limit, mantissa, *grid, workspace)
+        ball = box_of_ball(place, found, frame, shape)
+        return near_in_crowds(x, y, z, itself, k, place, ball, seen, found, mantissa, *grid, workspace)
+
+    return near
+
+
+@cache
+def near_in_crowds_of(refinements, points_in_block, near_block_of):
+    """The function that looks for that square in the crowds of a box of cells."""
+    near_in_plain = near_of(0, points_in_block, near_block_of)
+    near_among_crowds = near_of(refinements, points_in_block, near_block_of)
+
+    @device
+    def near_in_crowd(x, y, z, itself, k, begin, limit, mantissa, table, starts, frame, shape, workspace):
+        """The smallest square that k points of the crowd that begins at a slot are known to be within, or `limit`."""
+        own_starts, own_frame, own_shape = grid_of_crowd(begin, starts, frame, shape)
+        if own_frame[LONGEST] == 0:
+            return min(limit, square_distance(x - own_frame[LOW], y - own_frame[LOW + 1], z - own_frame[LOW + 2]))
+        grid = table, own_starts, own_frame, own_shape
+        if own_shape[CROWDED] == 0:
+            return near_in_plain(x, y, z, itself, k, limit, mantissa, *grid, workspace)
+        return near_among_crowds(x, y, z, itself, k, limit, mantissa, *grid, workspace)
+
+    @seldom
+    def near_in_crowds(x, y, z, itself, k, place, box, seen, near, mantissa, table, starts, frame, shape, workspace):
+        """The smallest square that k points of one of the crowds of a box are known to be within; `near` to begin with.
+        seen: the number of a cell to leave out."""
+        stays_apart()
+        wanted = k + (1 if itself >= 0 else 0)
+        row = first_row(box, 0, 1)
+        while row[1] <= box[2][1]:
+            first, last = cells_of_row(box, row, place, near, shape, frame)
+            cells = row_of(row[0], row[1], shape[0], shape[1])
+            cell, last = np.int32(cells + first), np.int32(cells + max(last, np.int32(first - 1)))
+            points = starts[np.uintp(last + 1)] - starts[np.uintp(cell)]
+            if points >= wanted and points > CROWD * (last - cell + 1):
+                while cell <= last:
+                    begin, end = starts[np.uintp(cell)], starts[np.uintp(cell + 1)]
+                    if end - begin > CROWD and end - begin >= wanted and cell != seen:
+                        grid = table, starts, frame, shape
+                        near = near_in_crowd(x, y, z, itself, k, begin, near, mantissa, *grid, workspace)
+                    cell = np.int32(cell + 1)
+            row = next_row(box, row)
+        return near
+
+    return near_in_crowds
+
+
 # -- One thread a query ----------------------------------------------------------------------------------------------
 
 
 @device
-def count_slots(x, y, z, itself, begin, end, table, limit, base, shift, bins):
-    """Count the packed points begin..end - 1 whose square is no more than `limit` in their bins."""
-    for slot in range(begin, end):
+def points_in_block(block, place, limit, starts, frame, shape, workspace):
+    """How many points a block of cells has, but for cells that a limit rules out."""
+    points = 0
+    row = first_row(block, 0, 1)
+    while row[1] <= block[2][1]:
+        begin, end = slots_of_row(block, row, place, limit, starts, frame, shape)
+        points += end - begin
+        row = next_row(block, row)
+    return points
+
+
+@device
+def count_slots(x, y, z, itself, limit, slot, end, step, table, state, base, shift, bins):
+    """Count the points of a stretch whose square is no more than `limit` in their bins."""
+    while slot < end:
         point_x, point_y, point_z, index = load_point(table, slot)
         square = square_distance(x - point_x, y - point_y, z - point_z)
         if square <= limit and index != itself:
             bins[bin_of(order_key(square), base, shift)] += 1
+        slot += step
+    return state
 
 
 @device
@@ -206,6 +346,38 @@ def rank_in_bins(bins, wanted):
             return number, counted
         counted += bins[number]
     return BINS, counted
+
+
+@cache
+def count_box_of(refinements):
+    """The function that counts what a box of cells has."""
+    walk = walk_of(refinements, count_slots)
+
+    @device
+    def count_box(x, y, z, itself, k, place, box, limit, mantissa, table, starts, frame, shape, bins):
+        """Count the points of a box of cells, with a square of at most `limit`, in bins: (a square that k of them are
+        within, or `limit`; its bin; how many come before that bin; base and shift of the bins)."""
+        base, shift = bins_for(place, box, limit, frame[CELL], mantissa)
+        for number in range(BINS):
+            bins[number] = 0
+        ball = x, y, z, itself, place, box, limit, WHOLE_BALL, k + (1 if itself >= 0 else 0)
+        walk(*ball, table, starts, frame, shape, 0, (base, shift, bins))
+        last, ahead = rank_in_bins(bins, k)
+        return last_of_bin(last, base, shift, limit), last, ahead, base, shift
+
+    return count_box
+
+
+@cache
+def near_block_of(refinements):
+    count_box = count_box_of(refinements)
+
+    @device
+    def near_block(x, y, z, itself, k, place, block, near, mantissa, table, starts, frame, shape, bins):
+        grid = table, starts, frame, shape
+        return count_box(x, y, z, itself, k, place, block, near, mantissa, *grid, bins)[0]
+
+    return near_block
 
 
 @device
@@ -223,44 +395,62 @@ def offer_to_heap(square, index, most, held, first, squares, indices):
 
 
 @device
-def search_list(x, y, z, itself, table, starts, frame, shape, k, limit, mantissa, bins, first, squares, indices):
-    """Find the k nearest points of a query, none with a square above `limit`, in ascending order; how many there are.
+def put_in_bins(
+    x, y, z, itself, limit, slot, end, step, table, held, base, shift, bins, last, ahead, k, first, squares, indices
+):
+    """Put the points of a stretch to the places of their bins, those of the last bin into a heap that has `held`; how many
+    it has then."""
+    while slot < end:
+        point_x, point_y, point_z, index = load_point(table, slot)
+        square = square_distance(x - point_x, y - point_y, z - point_z)
+        if square <= limit and index != itself:
+            number = bin_of(order_key(square), base, shift)
+            if number < last:
+                here = first + bins[number]
+                squares[here] = square
+                indices[here] = index
+                bins[number] += 1
+            else:
+                held = offer_to_heap(square, index, k - ahead, held, first + ahead, squares, indices)
+        slot += step
+    return held
 
-    bins: BINS int64. With a limit nothing is looked at that its ball doesn't touch.
-    """
-    place = place_of(x, y, z, frame, shape)
-    whole = box_of_ball(place, limit, frame, shape)
-    if whole[2][0] > whole[2][1]:
-        return 0
-    wanted = k + (1 if itself >= 0 else 0)
-    radius = 1
-    while True:
-        block, is_whole = block_around(place, radius, whole)
-        points = 0
-        row = first_row(block, 0, 1)
-        while row[1] <= block[2][1]:
-            begin, end = slots_of_row(block, row, place, limit, starts, frame, shape)
-            points += end - begin
-            row = next_row(block, row)
-        if points >= wanted or is_whole:
-            break
-        radius = wider(radius, points, wanted)
 
-    # Count the block: a square that k points are within.
-    base, shift = bins_for(place, block, limit, frame[CELL], mantissa)
-    for number in range(BINS):
-        bins[number] = 0
-    row = first_row(block, 0, 1)
-    while row[1] <= block[2][1]:
-        begin, end = slots_of_row(block, row, place, limit, starts, frame, shape)
-        count_slots(x, y, z, itself, begin, end, table, limit, base, shift, bins)
-        row = next_row(block, row)
-    last, ahead = rank_in_bins(bins, k)
-    near = last_of_bin(last, base, shift, limit)
+@cache
+def nearest_bins_of(refinements):
+    """The function that counts the k nearest points, and few more, in bins."""
+    count_box = count_box_of(refinements)
+    if refinements > 0:
+        near = near_of(refinements, points_in_block, near_block_of)
 
-    # Count what its ball has beyond the block; of a row that runs through the block only the two ends are new.
-    box = box_of_ball(place, near, frame, shape)
-    if not is_whole:
+        @device
+        def nearest_bins(x, y, z, itself, k, place, whole, limit, mantissa, table, starts, frame, shape, bins):
+            """Count all points within a square that k points are within, or `limit`, in bins: as count_box has it.
+
+            whole: the cells that the ball of `limit` touches.
+            """
+            grid = table, starts, frame, shape
+            square = near(x, y, z, itself, k, limit, mantissa, *grid, bins)
+            box = box_of_ball(place, square, frame, shape)
+            return count_box(x, y, z, itself, k, place, box, square, mantissa, *grid, bins)
+
+        return nearest_bins
+
+    block_with = block_of(points_in_block)
+
+    @device
+    def nearest_bins(x, y, z, itself, k, place, whole, limit, mantissa, table, starts, frame, shape, bins):
+        """The same in a cloud without crowds: the points of a block are counted first, then what is beyond it."""
+        grid = table, starts, frame, shape
+        wanted = k + (1 if itself >= 0 else 0)
+        block, _, is_whole = block_with(wanted, place, whole, limit, starts, frame, shape, bins)
+        counted = count_box(x, y, z, itself, k, place, block, limit, mantissa, *grid, bins)
+        if is_whole:
+            return counted
+        near, _, _, base, shift = counted
+
+        # Of a row that runs through the block only the two ends are new.
+        box = box_of_ball(place, near, frame, shape)
         (seen_x, till_x), (seen_y, till_y), (seen_z, till_z) = block
         row = first_row(box, 0, 1)
         while row[1] <= box[2][1]:
@@ -272,41 +462,49 @@ def search_list(x, y, z, itself, table, starts, frame, shape, k, limit, mantissa
                 to_x = np.int32(min(high, seen_x - 1)) if seen and part == 0 else high
                 if from_x <= to_x:
                     begin, end = starts[np.uintp(cells + from_x)], starts[np.uintp(cells + to_x + 1)]
-                    count_slots(x, y, z, itself, begin, end, table, near, base, shift, bins)
+                    count_slots(x, y, z, itself, near, begin, end, 1, table, 0, base, shift, bins)
             row = next_row(box, row)
         last, ahead = rank_in_bins(bins, k)
-        near = last_of_bin(last, base, shift, limit)
-        box = box_of_ball(place, near, frame, shape)
+        return last_of_bin(last, base, shift, limit), last, ahead, base, shift
 
-    # Every bin but the last is taken whole, and its points have their places; of the last the nearest are.
-    start = 0
-    for number in range(min(last, BINS)):
-        count = bins[number]
-        bins[number] = start
-        start += count
-    held = 0
-    row = first_row(box, 0, 1)
-    while row[1] <= box[2][1]:
-        begin, end = slots_of_row(box, row, place, near, starts, frame, shape)
-        for slot in range(begin, end):
-            point_x, point_y, point_z, index = load_point(table, slot)
-            square = square_distance(x - point_x, y - point_y, z - point_z)
-            if square <= near and index != itself:
-                number = bin_of(order_key(square), base, shift)
-                if number < last:
-                    here = first + bins[number]
-                    squares[here] = square
-                    indices[here] = index
-                    bins[number] += 1
-                else:
-                    held = offer_to_heap(square, index, k - ahead, held, first + ahead, squares, indices)
-        row = next_row(box, row)
-    start = 0
-    for number in range(min(last, BINS)):
-        sort_list(squares, indices, first + start, bins[number] - start)
-        start = bins[number]
-    sort_list(squares, indices, first + ahead, held)
-    return ahead + held
+    return nearest_bins
+
+
+@cache
+def search_list_of(refinements):
+    """The function that finds the nearest of one query."""
+    nearest_bins, walk = nearest_bins_of(refinements), walk_of(refinements, put_in_bins)
+
+    @device
+    def search_list(x, y, z, itself, table, starts, frame, shape, k, limit, mantissa, bins, first, squares, indices):
+        """Find the k nearest points of a query, none with a square above `limit`, in ascending order; how many there are.
+
+        bins: BINS int64. With a limit nothing is looked at that its ball doesn't touch.
+        """
+        grid = table, starts, frame, shape
+        place = place_of(x, y, z, frame, shape)
+        whole = box_of_ball(place, limit, frame, shape)
+        if whole[2][0] > whole[2][1]:
+            return 0
+        near, last, ahead, base, shift = nearest_bins(x, y, z, itself, k, place, whole, limit, mantissa, *grid, bins)
+
+        # Every bin but the last is taken whole, and its points have their places; of the last the nearest are.
+        start = 0
+        for number in range(min(last, BINS)):
+            count = bins[number]
+            bins[number] = start
+            start += count
+        box = box_of_ball(place, near, frame, shape)
+        ball = x, y, z, itself, place, box, near, WHOLE_BALL, k + (1 if itself >= 0 else 0)
+        held = walk(*ball, *grid, 0, (base, shift, bins, last, ahead, k, first, squares, indices))
+        start = 0
+        for number in range(min(last, BINS)):
+            sort_list(squares, indices, first + start, bins[number] - start)
+            start = bins[number]
+        sort_list(squares, indices, first + ahead, held)
+        return ahead + held
+
+    return search_list
 
 
 @device
@@ -320,41 +518,48 @@ def write_slot(there, square, index, missing, squared, place, distances, indices
         indices[place] = missing
 
 
-@device
-def answer_list(
-    row,
-    queries,
-    among_themselves,
-    points,
-    point_count,
-    dimensions,
-    table,
-    starts,
-    frame,
-    shape,
-    limit,
-    bounded,
-    k,
-    squared,
-    mantissa,
-    bins,
-    distances,
-    indices,
-):
-    """Find the k nearest points of query `row`, k being any number, in its row of the output. As search.answer and
-    search_list."""
-    x, y, z = read_point(queries, row, dimensions)
-    first = row * k
-    itself = row if among_themselves else -1
-    found = 0
-    solid = is_finite(x, y, z)
-    if solid:
-        found = search_list(
-            x, y, z, itself, table, starts, frame, shape, k, limit, mantissa, bins, first, distances, indices
-        )
-    missing = as_type_of(point_count, bits_of(limit))
-    for n in range(k):
-        place = first + n
-        write_slot(n < found, distances[place], indices[place], missing, squared, place, distances, indices)
-    if solid and not bounded and found < k:
-        add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, first, found, k, indices)
+@cache
+def answer_list_of(refinements):
+    """The function that answers one query."""
+    search_list = search_list_of(refinements)
+
+    @device
+    def answer_list(
+        row,
+        queries,
+        among_themselves,
+        points,
+        point_count,
+        dimensions,
+        table,
+        starts,
+        frame,
+        shape,
+        limit,
+        bounded,
+        k,
+        squared,
+        mantissa,
+        bins,
+        distances,
+        indices,
+    ):
+        """Find the k nearest points of query `row`, k being any number, in its row of the output. As search.answer and
+        search_list."""
+        x, y, z = read_point(queries, row, dimensions)
+        first = row * k
+        itself = row if among_themselves else -1
+        found = 0
+        solid = is_finite(x, y, z)
+        if solid:
+            found = search_list(
+                x, y, z, itself, table, starts, frame, shape, k, limit, mantissa, bins, first, distances, indices
+            )
+        missing = as_type_of(point_count, bits_of(limit))
+        for n in range(k):
+            place = first + n
+            write_slot(n < found, distances[place], indices[place], missing, squared, place, distances, indices)
+        if solid and not bounded and found < k:
+            add_overflown(x, y, z, itself, points, dimensions, point_count, starts, shape, first, found, k, indices)
+
+    return answer_list

@@ -107,7 +107,7 @@ KERNELS = {
     "order_of_points_kernel": Entry(crowds.order_of_points_kernel, (32,), own={"order": types.int32}),
     "bounds_of_crowds_kernel": Entry(crowds.bounds_of_crowds_kernel, (40, 60), own={"order": types.int32}),
     "frames_of_crowds_kernel": Entry(crowds.frames_of_crowds_kernel, (38, 40), fused=True),
-    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (32, 32)),
+    "cells_of_crowds_kernel": Entry(crowds.cells_of_crowds_kernel, (40, 40)),
     "scan_tiles_of_crowds_kernel": Entry(crowds.scan_tiles_of_crowds_kernel, (32,)),
     "scan_sums_of_crowds_kernel": Entry(crowds.scan_sums_of_crowds_kernel, (32,)),
     "add_sums_of_crowds_kernel": Entry(crowds.add_sums_of_crowds_kernel, (34,)),
@@ -163,20 +163,41 @@ KERNELS |= {
     for blocks in [crowd_blocks(slots, np.dtype(str(real)))]
 }
 
+LIST_BOUNDS = lists.MOST_THREADS, lists.CROWD_BLOCKS
 KERNELS |= {
     "count_balls_kernel": Entry(balls.count_balls_kernel, (56, 76), loads=1),
     "fill_balls_kernel": Entry(balls.fill_balls_kernel, (54, 72), loads=1),
+    **{
+        f"{stage}_balls_among_crowds_kernel": Entry(
+            getattr(balls, f"{stage}_balls_among_crowds_kernel"),
+            (512 // balls.CROWD_BLOCKS,) * 2,
+            loads=1,
+            calls=True,
+            threads=(balls.CROWD_THREADS, balls.CROWD_BLOCKS),
+        )
+        for stage in ("count", "fill")
+    },
     "lengths_kernel": Entry(balls.lengths_kernel, (28,)),
     "sum_counts_kernel": Entry(balls.sum_counts_kernel, (32,)),
     "sum_tiles_kernel": Entry(balls.sum_tiles_kernel, (28,)),
     "add_tiles_kernel": Entry(balls.add_tiles_kernel, (20,)),
     "borders_kernel": Entry(balls.borders_kernel, (12,)),
     "long_list_kernel": Entry(lists.long_list_kernel, (64, 80), loads=1),
+    "long_list_among_crowds_kernel": Entry(
+        lists.long_list_among_crowds_kernel, (128, 128), loads=1, calls=True, threads=LIST_BOUNDS
+    ),
 }
 # made for a type of reals each, as that of their shared memory is compiled in
-MADE = {"list_kernel": (64, 78), "sort_balls_kernel": (43, 39)}
+MADE = {"list_kernel": (64, 78), "list_among_crowds_kernel": (128, 128), "sort_balls_kernel": (43, 39)}
 KERNELS |= {
-    f"{name}[{real}]": Entry(getattr(lists, name)(real), (registers,), loads=int(name == "list_kernel"), reals=(real,))
+    f"{name}[{real}]": Entry(
+        getattr(lists, name)(real),
+        (registers,),
+        loads=int(name.startswith("list")),
+        reals=(real,),
+        calls="among_crowds" in name,
+        threads=LIST_BOUNDS if "among_crowds" in name else None,
+    )
     for name, measured in MADE.items()
     for real, registers in zip((types.float32, types.float64), measured)
 }

@@ -8,6 +8,7 @@ import pytest
 import simulator
 
 import numbaknn
+import numbaknn.plans.balls
 from numbaknn.crowds import CROWD
 
 COUNT, ASKED = 3_000, 200
@@ -74,6 +75,11 @@ CLOUDS = [outlier, scales, two_sites, contrast, lidar, equal, few_places, equal_
 CROWDED = pytest.mark.parametrize("cloud", CLOUDS, ids=lambda cloud: cloud.__name__)
 
 
+def same(found, right):
+    for have, want in zip(found, right, strict=True):
+        np.testing.assert_array_equal(have, want, strict=True)
+
+
 def drawn(cloud, dtype=np.float32):
     rng = np.random.default_rng(3)
     points = cloud(rng).astype(dtype)
@@ -88,9 +94,7 @@ def test_nearest(cloud, dtype):
     points, queries = drawn(cloud, dtype)
     index = numbaknn.GridIndex(points, target="cpu")
     for k in (1, 3, 8, 16):
-        found = index.query(queries, k=k)
-        for have, want in zip(found, oracle.nearest(points, queries, k)):
-            np.testing.assert_array_equal(have, want, strict=True)
+        same(index.query(queries, k=k), oracle.nearest(points, queries, k))
 
 
 @CROWDED
@@ -112,6 +116,56 @@ def test_bounds_and_eps(cloud):
     assert ((indices == COUNT) == np.isinf(bounded)).all()
     near, _ = index.query(queries, k=8, eps=0.5)
     assert (near[:, -1] <= 1.5 * distances[:, -1]).all() and (near >= distances).all()
+
+
+@CROWDED
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+def test_long_lists(cloud, dtype):
+    """Of more than the points that a crowd has at least, too."""
+    points, queries = drawn(cloud, dtype)
+    index = numbaknn.GridIndex(points, target="cpu")
+    for k in (20, 40, 100):
+        same(index.query(queries, k=k), oracle.nearest(points, queries, k))
+    same(index.query(None, k=40), oracle.nearest(points, None, 40))
+    distances, _ = oracle.nearest(points, queries, 40)
+    for bound in np.quantile(distances, [0.1, 0.9]).astype(float):
+        options = {"k": 40, "distance_upper_bound": bound}
+        same(index.query(queries, **options), oracle.nearest(points, queries, **options))
+
+
+@CROWDED
+def test_lists_of_all(cloud):
+    """And of more points than there are."""
+    points, queries = drawn(cloud)
+    for k in (COUNT, COUNT + 1):
+        right = oracle.nearest(points, queries[::40], k)
+        same(numbaknn.knn(points, queries[::40], k=k, target="cpu"), right)
+
+
+def radii(points, queries):
+    """Balls of nothing, of what is at the same place, of a few points, of many, of all."""
+    distances, _ = oracle.nearest(points, queries, 33)
+    return 0.0, *(float(np.quantile(distances, part)) for part in (0.01, 0.5, 0.95)), np.inf
+
+
+@CROWDED
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+def test_balls(cloud, dtype):
+    points, queries = drawn(cloud, dtype)
+    queries = queries[::4]
+    index = numbaknn.GridIndex(points, target="cpu")
+    for r in radii(points, queries):
+        right = oracle.within(points, queries, r)
+        same(index.query_ball_point(queries, r), right)
+        np.testing.assert_array_equal(index.query_ball_point(queries, r, return_length=True), np.diff(right[1]))
+        found = index.query_ball_point(queries, r, return_sorted=False)
+        balls = np.repeat(np.arange(len(queries)), np.diff(found.indptr))
+        order = np.lexsort((found.indices, balls))
+        right_order = np.lexsort((right[0], balls))
+        np.testing.assert_array_equal(found.indices[order], right[0][right_order])
+        np.testing.assert_array_equal(found.distances[order], right[2][right_order])
+    r = radii(points, queries)[2]
+    same(index.query_ball_point(None, r), oracle.within(points, None, r))
 
 
 @CROWDED
@@ -141,24 +195,77 @@ def test_bits_on_a_device(cloud, copies, dtype):
             np.testing.assert_array_equal(have.get(), want, strict=True)
 
 
-SIMULATED = [outlier, equal]
+@pytest.mark.gpu
+@CROWDED
+@pytest.mark.parametrize("copies", [1, 5], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+def test_bits_of_lists_on_a_device(cloud, copies, dtype):
+    """Lists in shared memory, and longer ones that are sorted in the output; of the points themselves, too."""
+    cupy = pytest.importorskip("cupy")
+    points, queries = drawn(cloud, dtype)
+    points = np.concatenate([points + dtype(0.01) * dtype(copy) for copy in range(copies)])
+    index, right = numbaknn.GridIndex(cupy.asarray(points)), numbaknn.GridIndex(points, target="cpu")
+    for k in (33, 40, 100, 1_000, COUNT):
+        here = queries if k < 1_000 else queries[::40]
+        same(map(cupy.asnumpy, index.query(cupy.asarray(here), k=k)), right.query(here, k=k))
+    same(map(cupy.asnumpy, index.query(None, k=40)), right.query(None, k=40))
+    bound = float(np.median(right.query(queries, k=40)[0]))
+    options = {"k": 40, "distance_upper_bound": bound}
+    same(map(cupy.asnumpy, index.query(cupy.asarray(queries), **options)), right.query(queries, **options))
+
+
+@pytest.mark.gpu
+@CROWDED
+@pytest.mark.parametrize("copies", [1, 5], ids=["one block", "many blocks"])
+@pytest.mark.parametrize("enough", [64, numbaknn.plans.balls.ENOUGH_THREADS], ids=["whole balls", "parts"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+def test_bits_of_balls_on_a_device(cloud, copies, enough, dtype, monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.setattr(numbaknn.plans.balls, "ENOUGH_THREADS", enough)
+    points, queries = drawn(cloud, dtype)
+    points = np.concatenate([points + dtype(0.01) * dtype(copy) for copy in range(copies)])
+    index, right = numbaknn.GridIndex(cupy.asarray(points)), numbaknn.GridIndex(points, target="cpu")
+    *finite, everything = radii(points, queries)
+    for r, here in [*((r, queries) for r in finite), (everything, queries[:3])]:
+        there = cupy.asarray(here)
+        balls = right.query_ball_point(here, r)
+        same(map(cupy.asnumpy, index.query_ball_point(there, r)), balls)
+        lengths = index.query_ball_point(there, r, return_length=True)
+        np.testing.assert_array_equal(lengths.get(), np.diff(balls.indptr))
+
+
+def nested(rng):
+    """A crowd in a crowd, of few points."""
+    points = rng.random((COUNT, 3))
+    points[1:] *= 1e-3
+    points[::18] *= 1e3
+    points[0] = 1e6
+    return points
+
+
+SIMULATED = [outlier, equal, nested]
+
+
+@pytest.fixture(params=[True, False], ids=["one block", "many blocks"])
+def in_one_block(request, simulated):
+    simulated(simulator.set_small_rows, 80 if request.param else simulator.SMALL_ROWS)
+    yield
+    simulated(simulator.set_small_rows, simulator.SMALL_ROWS)
+
+
+def few(cloud):
+    """As few points as make a crowd."""
+    points, queries = drawn(cloud)
+    return points[: CROWD + 12], queries[:3]
 
 
 @pytest.mark.parametrize("cloud", SIMULATED, ids=lambda cloud: cloud.__name__)
-@pytest.mark.parametrize("in_one_block", [True, False], ids=["one block", "many blocks"])
-def test_simulated(simulated, cloud, in_one_block):
-    """As few points as make a crowd."""
-    points, queries = drawn(cloud)
-    points, queries = points[: CROWD + 8], queries[:3]
-    simulated(simulator.set_small_rows, 80 if in_one_block else simulator.SMALL_ROWS)
-    try:
-        found = simulated(simulator.ask_index, points, [(queries, {"k": 3}), (queries, {"k": 1})])
-    finally:
-        simulated(simulator.set_small_rows, simulator.SMALL_ROWS)
+def test_simulated(simulated, in_one_block, cloud):
+    points, queries = few(cloud)
+    found = simulated(simulator.ask_index, points, [(queries, {"k": k}) for k in (3, 1)])
     index = numbaknn.GridIndex(points, target="cpu")
     for have, k in zip(found, (3, 1)):
-        for one, other in zip(have, index.query(queries, k=k)):
-            np.testing.assert_array_equal(one, other, strict=True)
+        same(have, index.query(queries, k=k))
 
 
 def test_simulated_in_order(simulated):
@@ -170,5 +277,30 @@ def test_simulated_in_order(simulated):
     simulated(simulator.set_worth_ordering, before)
     index = numbaknn.GridIndex(points, target="cpu")
     for have, k in zip(found, (3, 1)):
-        for one, other in zip(have, index.query(queries, k=k)):
-            np.testing.assert_array_equal(one, other, strict=True)
+        same(have, index.query(queries, k=k))
+
+
+@pytest.mark.parametrize("cloud", SIMULATED, ids=lambda cloud: cloud.__name__)
+@pytest.mark.parametrize("list_bytes", [None, 16], ids=["in shared memory", "in the output"])
+def test_lists_simulated(simulated, in_one_block, cloud, list_bytes):
+    points, queries = few(cloud)
+    bound = float(np.median(oracle.nearest(points, queries, 40)[0]))
+    asked = [{"k": 40}, {"k": len(points) + 1}, {"k": 40, "distance_upper_bound": bound}]
+    before = simulated(simulator.set_list_bytes, list_bytes or 1 << 12)
+    try:
+        found = simulated(simulator.ask_index, points, [(queries, options) for options in asked])
+    finally:
+        simulated(simulator.set_list_bytes, before)
+    for have, options in zip(found, asked):
+        same(have, oracle.nearest(points, queries, **options))
+
+
+@pytest.mark.parametrize("cloud", SIMULATED, ids=lambda cloud: cloud.__name__)
+def test_balls_simulated(simulated, in_one_block, cloud):
+    """Of several parts each."""
+    points, queries = few(cloud)
+    asked = [(queries, r, {}) for r in radii(points, queries)] + [(queries, 0.5, {"return_length": True})]
+    *found, lengths = simulated(simulator.ask_balls, points, asked)
+    for have, (_, r, _) in zip(found, asked):
+        same(have, oracle.within(points, queries, r))
+    np.testing.assert_array_equal(lengths, np.diff(oracle.within(points, queries, 0.5)[1]))

@@ -1,15 +1,18 @@
 """All points within a radius: counted, their places summed up, written.
 
 Launched in this order: `count_balls`, `sum_counts`, `sum_tiles`, `add_tiles`, `borders`; the host reads how many points
-there are and allocates for them; `fill_balls`, and `sort_balls` of kernels/lists.py where the order matters. Where there
-are few balls each is in several parts, of a thread each. Counts are of 64 bits.
+there are and allocates for them; `fill_balls`, and `sort_balls` of kernels/lists.py where the order matters. Beside each
+`count_balls` and `fill_balls` the one for clouds with crowds: the device knows which of the two has something to do. Where
+there are few balls each is in several parts, of a thread each. Counts are of 64 bits.
 """
 
 from __future__ import annotations
 
 from numba import cuda, int64
 
-from numbaknn.balls import centre_of_ball, take_ball
+from numbaknn.balls import centre_of_ball, take_ball_of
+from numbaknn.crowds import REFINEMENTS
+from numbaknn.geometry import CROWDED
 from numbaknn.jit import device, kernel
 
 # Counts that one thread of a scan adds up by itself, and the largest block that scans.
@@ -18,6 +21,11 @@ MOST_THREADS = 1024
 
 # Of the parts of a ball 2^LANE_BITS read a stretch of the table side by side; more parts have other rows.
 LANE_BITS = 3
+
+# Threads of a block for clouds with crowds, and blocks of which a multiprocessor works on at a time.
+CROWD_THREADS, CROWD_BLOCKS = 128, 4
+
+take_ball, take_ball_among_crowds = take_ball_of(0), take_ball_of(REFINEMENTS)
 
 
 @device
@@ -35,6 +43,8 @@ def count_balls_kernel(
     """Count the points in a part of a ball. One thread a part, and one for the entry behind the last, which is 0."""
     n = cuda.grid(1)
     if n < ball_count << part_bits:
+        if shape[CROWDED] != 0:
+            return
         ball, share = ball_and_share(n, part_bits)
         x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
         found = 0
@@ -43,6 +53,26 @@ def count_balls_kernel(
         counts[n] = found
     elif n < counts.size:
         counts[n] = 0
+
+
+@kernel((CROWD_THREADS, CROWD_BLOCKS))
+def count_balls_among_crowds_kernel(
+    ball_count, part_bits, queries, among_themselves, dimensions, table, starts, frame, shape, limit, counts
+):
+    """The same in a cloud with crowds, but for the entry behind the last. As many threads as the device has room for, each
+    for one part after another."""
+    if shape[CROWDED] == 0:
+        return
+    n = cuda.grid(1)
+    while n < ball_count << part_bits:
+        ball, share = ball_and_share(n, part_bits)
+        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
+        found = 0
+        if solid:
+            grid = table, starts, frame, shape
+            found = take_ball_among_crowds(x, y, z, itself, limit, share, *grid, False, 0, None, None)
+        counts[n] = found
+        n += cuda.gridsize(1)
 
 
 @kernel
@@ -64,12 +94,42 @@ def fill_balls_kernel(
 ):
     """Write the points in a part of a ball from their place on: their distances, or else squares. One thread a part."""
     n = cuda.grid(1)
-    if n < ball_count << part_bits:
+    if n < ball_count << part_bits and shape[CROWDED] == 0:
         ball, share = ball_and_share(n, part_bits)
         x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
         if solid:
             first = firsts[n]
             take_ball(x, y, z, itself, limit, share, table, starts, frame, shape, rooted, first, distances, indices)
+
+
+@kernel((CROWD_THREADS, CROWD_BLOCKS))
+def fill_balls_among_crowds_kernel(
+    ball_count,
+    part_bits,
+    queries,
+    among_themselves,
+    dimensions,
+    table,
+    starts,
+    frame,
+    shape,
+    limit,
+    rooted,
+    firsts,
+    distances,
+    indices,
+):
+    """The same in a cloud with crowds, by as many threads as the device has room for."""
+    if shape[CROWDED] == 0:
+        return
+    n = cuda.grid(1)
+    while n < ball_count << part_bits:
+        ball, share = ball_and_share(n, part_bits)
+        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
+        if solid:
+            grid, first = (table, starts, frame, shape), firsts[n]
+            take_ball_among_crowds(x, y, z, itself, limit, share, *grid, rooted, first, distances, indices)
+        n += cuda.gridsize(1)
 
 
 @kernel

@@ -45,6 +45,7 @@ from numbaknn.kernels.crowds import (
     entry_in_crowd,
     grow_box_of_crowd,
     lay_numbered_crowd,
+    note_crowd,
     stretch_of,
 )
 from numbaknn.lanes import as_type_of, bits_of, fold, order_key, product, real_of_key, stays_apart, store_point
@@ -468,7 +469,7 @@ def count_crowds_in_block(
             rank = add_to_half(words, np.uint32(entry - first_entry), ONE)
             cells[row], ranks[row] = entry, rank
             if rank == CROWD and level < REFINEMENTS:
-                crowded[level] = 1
+                note_crowd(begin, level, rows, crowded, shapes)
         elif count > 0 and ranks[row] == 0:
             add_to_half(words, np.uint32(entries_before(begin)), np.uint32(count))
 

@@ -18,7 +18,7 @@ from numba import cuda
 
 from numbaknn.block import WARP, all_lanes, from_lane, lane_and_warp, largest_in_warp, scan_sums, scan_tile
 from numbaknn.crowds import CROWD, REFINEMENTS, cell_in_crowd, entries_before, first_record, lay_crowd, most_crowds
-from numbaknn.geometry import ENTRY, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH, read_point
+from numbaknn.geometry import CROWDED, ENTRY, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH, read_point
 from numbaknn.jit import device, kernel
 from numbaknn.lanes import as_type_of, order_key, real_of_key
 
@@ -133,6 +133,13 @@ def entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes):
     return shape[ENTRY] + cell_in_crowd(x, y, z, row, rows, frame, shape)
 
 
+@device
+def note_crowd(begin, level, rows, crowded, shapes):
+    """Note that there is a crowd among the cells of the one that begins at a slot."""
+    crowded[level] = 1
+    shapes[(first_record(level, rows) + begin // CROWD) * SHAPE_LENGTH + CROWDED] = 1
+
+
 @kernel
 def order_of_points_kernel(rows, level, first_entry, entries, crowded, cells, ranks, order, boxes, starts):
     """The points in the order of the grid so far, in which those of a crowd are neighbours; and for the level to come empty
@@ -202,7 +209,7 @@ def cells_of_crowds_kernel(points, dimensions, rows, level, first_entry, frames,
             rank = cuda.atomic.add(starts, entry, 1)
             cells[row], ranks[row] = entry, rank
             if rank == CROWD and level < REFINEMENTS:
-                crowded[level] = 1
+                note_crowd(begin, level, rows, crowded, shapes)
         elif count > 0 and ranks[row] == 0:
             starts[first_entry + entries_before(begin)] = count
 

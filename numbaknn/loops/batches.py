@@ -109,6 +109,7 @@ def list_in_clouds_loop(
                 among_themselves,
                 (own_points, own_count, dimensions),
                 (table[4 * first :], own_starts, frame, shape),
+                None,
                 limit,
                 bounded,
                 k,

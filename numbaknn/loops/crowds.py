@@ -6,7 +6,7 @@ import numpy as np
 from numba import prange
 
 from numbaknn.crowds import CROWD, cell_in_crowd, entries_before, first_record, lay_crowd
-from numbaknn.geometry import EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH
+from numbaknn.geometry import CROWDED, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH
 from numbaknn.jit import loop, part_of_loop
 from numbaknn.lanes import load_point, store_point
 
@@ -75,5 +75,6 @@ def refine_loop(crowds, rows, entries, level_entries, table, frames, shapes, sta
         for entry in range(first, first + count):
             inner, last = starts[entry], starts[entry + 1]
             if last - inner > CROWD:
+                shapes[(first_record(1, rows) + begin // CROWD) * SHAPE_LENGTH + CROWDED] = 1
                 deeper = entries + level_entries
                 refine(inner, last, rows, 2, deeper, table, frames, shapes, starts, limits, cells, spare)

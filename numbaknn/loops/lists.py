@@ -5,50 +5,54 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
+from numbaknn.crowds import REFINEMENTS
 from numbaknn.jit import loop, part_of_loop
-from numbaknn.lists import BINS, answer_list
+from numbaknn.lists import BINS, answer_list_of
 
 # Queries in one stretch: fewer than of short lists, as each takes longer.
 STRETCH = 32
 
+# Where no cell is a crowd nothing asks whether one is.
+answer_list, answer_list_among_crowds = answer_list_of(0), answer_list_of(REFINEMENTS)
+
 
 @part_of_loop
 def list_stretch(
-    first, last, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, bins, found
+    first, last, queries, among_themselves, cloud, grid, crowded, limit, bounded, k, squared, mantissa, bins, found
 ):
     """Answer the queries first..last - 1."""
     points, point_count, dimensions = cloud
     table, starts, frame, shape = grid
     distances, indices = found
+    cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
     for row in range(first, last):
-        answer_list(
-            row,
+        asked = row, queries, among_themselves, *cloud, *grid, limit, bounded, k, squared, mantissa, bins
+        # a None is known when this is compiled, and what it rules out is left out
+        if crowded is None:
+            answer_list(*asked, distances, indices)
+        else:
+            answer_list_among_crowds(*asked, distances, indices)
+
+
+@loop
+def list_loop(count, queries, among_themselves, cloud, grid, crowded, limit, bounded, k, squared, mantissa, found):
+    """Answer all queries with lists of any length. mantissa: as in lists.bins_for; the others are those of knn_loop."""
+    for stretch in prange((count + STRETCH - 1) // STRETCH):
+        first, last = stretch * STRETCH, min((stretch + 1) * STRETCH, count)
+        bins = np.empty(BINS, np.int64)
+        list_stretch(
+            first,
+            last,
             queries,
             among_themselves,
-            points,
-            point_count,
-            dimensions,
-            table,
-            starts,
-            frame,
-            shape,
+            cloud,
+            grid,
+            crowded,
             limit,
             bounded,
             k,
             squared,
             mantissa,
             bins,
-            distances,
-            indices,
-        )
-
-
-@loop
-def list_loop(count, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, found):
-    """Answer all queries with lists of any length. mantissa: as in lists.bins_for; the others are those of knn_loop."""
-    for stretch in prange((count + STRETCH - 1) // STRETCH):
-        first, last = stretch * STRETCH, min((stretch + 1) * STRETCH, count)
-        bins = np.empty(BINS, np.int64)
-        list_stretch(
-            first, last, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, bins, found
+            found,
         )

@@ -12,7 +12,7 @@ from numbaknn.kernels import balls as stages
 from numbaknn.kernels.lists import sort_balls_kernel
 from numbaknn.launch import Launch, read
 from numbaknn.loops.balls import count_balls_loop, fill_balls_loop
-from numbaknn.plans.neighbors import LIST_BYTES, list_threads, square_limit
+from numbaknn.plans.neighbors import LIST_BYTES, MULTIPROCESSORS, list_threads, square_limit
 
 # One thread a ball, or a part of one, in blocks like those of the queries; a scan with little in each thread. The sums of
 # the tiles are one block's, and so is the sorting of a long ball: as many threads as a block can have.
@@ -49,6 +49,7 @@ class HostBalls:
             among_themselves,
             grid.dimensions,
             (grid.table, grid.starts, grid.frame, grid.shape),
+            grid.crowded,
             ball_limit(r, grid.dtype),
         )
 
@@ -94,11 +95,20 @@ class DeviceBalls:
     def _run(self, kernel, items, threads, *arguments, shared_bytes=0):
         Launch(kernel, items, threads, *arguments, shared_bytes=shared_bytes).run(self._stream)
 
+    def _take(self, kernel, kernel_among_crowds, items, *arguments):
+        """Run a kernel on the parts of all balls, and its form for clouds with crowds, one of which ends at once."""
+        self._run(kernel, items, BALL_THREADS, *self._asked, *arguments)
+        items = min(items, MULTIPROCESSORS * stages.CROWD_BLOCKS * stages.CROWD_THREADS)
+        self._run(kernel_among_crowds, items, stages.CROWD_THREADS, *self._asked, *arguments)
+
+    def _count_parts(self, items, counts):
+        self._take(stages.count_balls_kernel, stages.count_balls_among_crowds_kernel, items, counts)
+
     def lengths(self, lengths):
         """Fill a flat int64 array with the number of points in each ball."""
         parts = self._count << self._part_bits
         counts = lengths if self._part_bits == 0 else self._empty(parts)
-        self._run(stages.count_balls_kernel, parts, BALL_THREADS, *self._asked, counts)
+        self._count_parts(parts, counts)
         if self._part_bits > 0:
             self._run(stages.lengths_kernel, self._count, BALL_THREADS, self._count, self._part_bits, counts, lengths)
 
@@ -109,7 +119,7 @@ class DeviceBalls:
         tile = SCAN_THREADS * stages.COUNTS_A_THREAD
         tiles = parts // tile + 1
         firsts, sums, totals = self._empty(parts + 1), self._empty(tiles), self._empty(2)
-        self._run(stages.count_balls_kernel, parts + 1, BALL_THREADS, *self._asked, firsts)
+        self._count_parts(parts + 1, firsts)
         self._run(stages.sum_counts_kernel, tiles * SCAN_THREADS, SCAN_THREADS, firsts, sums)
         self._run(stages.sum_tiles_kernel, ONE_BLOCK, ONE_BLOCK, sums, totals)
         self._run(stages.add_tiles_kernel, parts + 1, SCAN_THREADS, firsts, sums, tile)
@@ -123,7 +133,7 @@ class DeviceBalls:
         """Fill the flat result."""
         found = self._firsts, distances, indices
         parts = self._count << self._part_bits
-        self._run(stages.fill_balls_kernel, parts, BALL_THREADS, *self._asked, not ordered, *found)
+        self._take(stages.fill_balls_kernel, stages.fill_balls_among_crowds_kernel, parts, not ordered, *found)
         if ordered and self._longest > 0:
             threads = list_threads(self._longest, ONE_BLOCK)
             room = 32

@@ -21,7 +21,13 @@ from numbaknn.keeping import Kept
 from numbaknn.kernels import binning as stages
 from numbaknn.kernels import crowds as crowd_stages
 from numbaknn.kernels import ordering
-from numbaknn.kernels.lists import MOST_THREADS, list_kernel, long_list_kernel
+from numbaknn.kernels.lists import (
+    MOST_THREADS,
+    list_among_crowds_kernel,
+    list_kernel,
+    long_list_among_crowds_kernel,
+    long_list_kernel,
+)
 from numbaknn.kernels.neighbors import (
     CROWD_THREADS,
     knn_among_crowds_kernel,
@@ -83,6 +89,10 @@ LIST_BYTES = 32 * 1024
 
 # Points of a grid, at most: so that all cells can be numbered in 32 bits, those of crowds among them.
 MOST_ROWS = 500_000_000
+
+# Blocks that a multiprocessor has of a list's query among crowds: more than it works on at a time, so that
+# it seldom waits for a long one.
+LIST_BLOCKS = 32
 
 # Calls, with their workspace of about 60 bytes a point, that the one-shot functions keep for the next one of the same
 # shapes on the same stream. The allocation for a larger cloud is little beside its build, and is given back.
@@ -217,13 +227,14 @@ class HostGrid:
             among_themselves,
             (self.points, self.rows, self.dimensions),
             (self.table, self.starts, self.frame, self.shape),
+            self.crowded,
         )
         wanted = square_limit(options.bound, self.dtype), options.bound != np.inf, options.k
         if options.k > LONGEST_ON_HOST:
             list_loop(*asked, *wanted, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
-            knn_loop(*asked, self.crowded, *wanted, slots, options.squared, shrink, (distances, indices))
+            knn_loop(*asked, *wanted, slots, options.squared, shrink, (distances, indices))
 
 
 class DeviceGrid:
@@ -387,9 +398,17 @@ class DeviceGrid:
             shared_bytes = room * (dtype.itemsize + 4)
             asked = *asked, k, options.squared, among_themselves, mantissa_of(dtype)
             if shared_bytes > LIST_BYTES:
-                return [Launch(long_list_kernel, count * threads, threads, *asked, *answer)]
-            kernel = list_kernel(from_dtype(dtype))
-            return [Launch(kernel, count * threads, threads, *asked, room, *answer, shared_bytes=shared_bytes)]
+                kernels, shared_bytes = (long_list_kernel, long_list_among_crowds_kernel), 0
+            else:
+                kernels, asked = (
+                    (make(from_dtype(dtype)) for make in (list_kernel, list_among_crowds_kernel)),
+                    (*asked, room),
+                )
+            blocks = count, min(count, MULTIPROCESSORS * LIST_BLOCKS)
+            return [
+                Launch(kernel, items * threads, threads, *asked, *answer, shared_bytes=shared_bytes)
+                for kernel, items in zip(kernels, blocks)
+            ]
         shrink = shrink_of(options.eps, dtype)
         if options.eps > 0:
             kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared, shrink)
