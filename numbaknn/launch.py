@@ -419,12 +419,23 @@ def _type_of(argument):
     if isinstance(argument, Changing):
         return _type_of(argument.value)
     if isinstance(argument, Flat):
-        return types.Array(from_dtype(np.dtype(argument.dtype)), 1, "C")
+        return _array_type(argument.dtype)
     if isinstance(argument, bool):
         return types.boolean
     if isinstance(argument, int):
         return types.int64
-    return from_dtype(np.dtype(type(argument)))
+    return _real_type(type(argument))
+
+
+# A new grid is some thirty launches of ten arguments; making their types anew took longer than all else about them.
+@cache
+def _array_type(dtype):
+    return types.Array(from_dtype(np.dtype(dtype)), 1, "C")
+
+
+@cache
+def _real_type(kind):
+    return from_dtype(np.dtype(kind))
 
 
 def _words_of(argument):

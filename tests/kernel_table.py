@@ -32,7 +32,7 @@ from numbaknn.kernels import (
 )
 from numbaknn.launch import has_device
 from numbaknn.plans.dense import ROUNDED_TILES, TILES
-from numbaknn.plans.neighbors import crowd_blocks
+from numbaknn.plans.neighbors import CROWD_CAPACITIES, crowd_blocks
 from numbaknn.plans.rows import MOST_TURN, TURNS
 from numbaknn.plans.voxels import FOLD_BLOCKS
 
@@ -158,8 +158,12 @@ KERNELS |= {
         threads=(neighbors.CROWD_THREADS, blocks),
         reals=(real,),
     )
-    for real in (types.float32, types.float64)
-    for slots, among_themselves in [(1, True), *((slots, False) for slots in (1, *KNN_REGISTERS))]
+    for slots, among_themselves, real in [
+        (1, True, types.float32),
+        *((slots, False, types.float32) for slots in CROWD_CAPACITIES),
+        (1, False, types.float64),
+        (CROWD_CAPACITIES[-1], False, types.float64),
+    ]
     for blocks in [crowd_blocks(slots, np.dtype(str(real)))]
 }
 

@@ -100,6 +100,15 @@ MOST_KEPT = 16
 MOST_KEPT_ROWS = 1 << 20
 
 
+# The lengths of lists that are compiled for clouds with crowds, which takes several times as long as for others.
+CROWD_CAPACITIES = (1, 8, 16, 32)
+
+
+def crowd_capacity(k):
+    """The shortest list for a query among crowds that holds k."""
+    return next(length for length in CROWD_CAPACITIES if length >= k)
+
+
 def crowd_blocks(k, dtype):
     """The blocks of a query among crowds that share a multiprocessor: more of them wait less for memory, fewer have more
     registers each."""
@@ -234,6 +243,8 @@ class HostGrid:
             list_loop(*asked, *wanted, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
+            if self.crowded:
+                slots, shrink = (0,) * crowd_capacity(options.k), self.dtype.type(1) if shrink is None else shrink
             knn_loop(*asked, *wanted, slots, options.squared, shrink, (distances, indices))
 
 
@@ -418,7 +429,7 @@ class DeviceGrid:
             kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared)
         among_crowds = k, options.squared, dtype.type(1) if shrink is None else shrink
         blocks = crowd_blocks(k, dtype)
-        crowd_kernel = knn_among_crowds_kernel(capacity(k), blocks, among_themselves)
+        crowd_kernel = knn_among_crowds_kernel(crowd_capacity(k), blocks, among_themselves)
         items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
         ordered = count >= WORTH_ORDERING and not among_themselves
         ordering_launches, order = self._ordering(queries, count) if ordered else ([], self._empty(0, np.int32))
