@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, lru_cache
 from math import prod
+from operator import mod
 from typing import Any, Literal
 
 import numba
@@ -410,14 +411,17 @@ class _PoolPlan(Plan):
 
     def _prepare_quick(self, pool, flats):
         """Note what is needed to run on arrays that are just as the examples were by their addresses."""
-        call = self._call
-        coords, features, *_ = self._examples
-        as_they_are = coords.dtype == call.coords_dtype and features.dtype == call.dtype
-        if self._staged or not as_they_are or call.check_finite is True:
+        examples = self._examples
+        as_they_are = all(example.dtype == flat.dtype for example, flat in zip(examples, flats))
+        if self._staged or not as_they_are or self._call.check_finite is True:
             return
-        self._wanted = (coords.shape, coords.dtype), (features.shape, features.dtype)
+        self._wanted = [(example.shape, example.dtype) for example in examples]
         self._quick = pool.graph
-        self._alignment = 16 if is_aligned(flats[1]) else 1
+        # coordinates are read one by one; the others may be read in quads, which then must lie as the examples' do
+        self._alignments = [
+            1,
+            *[min(16, 4 * np.dtype(flat.dtype).itemsize) if is_aligned(flat) else 1 for flat in flats[1:]],
+        ]
         self._rest = [flat.address for flat in flats[2:]]
 
     def _pool_for(self, flats):
@@ -431,11 +435,11 @@ class _PoolPlan(Plan):
         return pool
 
     def _run(self, arrays):
-        if self._quick is not None and len(arrays) == 2:
+        if self._quick is not None and len(arrays) in (2, len(self._examples)):
             like = self._library.address_like
-            coords, features = (like(array, *wanted) for array, wanted in zip(arrays, self._wanted))
-            if coords is not None and features is not None and features % self._alignment == 0:
-                self._quick.run_at([coords, features, *self._rest], self._library.stream())
+            addresses = [like(array, *wanted) for array, wanted in zip(arrays, self._wanted)]
+            if None not in addresses and not any(map(mod, addresses, self._alignments)):
+                self._quick.run_at([*addresses, *self._rest[len(addresses) - 2 :]], self._library.stream())
                 return self._grid
         call, examples = self._call, self._examples
         if len(arrays) not in (2, len(examples)):
