@@ -17,8 +17,8 @@ from numba import types
 
 import numbaknn.kernels
 
-# The oldest that numba-cuda knows, the newest, and two between them.
-COMPUTE_CAPABILITIES = [(7, 5), (8, 6), (9, 0), (12, 0)]
+# The oldest that numba-cuda knows, the newest, and one between them.
+COMPUTE_CAPABILITIES = [(7, 5), (9, 0), (12, 0)]
 ASSEMBLED = (9, 0)
 
 VARIANTS = {identifier: rest for identifier, *rest in kernel_table.variants()}

@@ -161,15 +161,23 @@ class HostVoxels:
         if not voxels or not columns:
             return
         values = values ^ HIGHEST_BIT if reduction.flipped else values
+        found = reduced
+        if values.dtype.kind in "biu" and values.itemsize < 8:
+            # a loop for each integer would be seconds of compiling each
+            values = values.astype(np.int64)
+            if reduced.dtype.kind in "biu":
+                found = np.empty(voxels * columns, np.int64)
         asked = self._firsts, self._order, values, columns
         if reduction.kind == "mode":
             room = np.empty(self._rows, np.int64)
-            loops.modes_loop(voxels, *asked, reduction.nothing, self._shares, room, reduced)
+            loops.modes_loop(voxels, *asked, reduction.nothing, self._shares, room, found)
         else:
             longest = int(self._counts.max()) if self._large.size else 0
             partials = np.empty(-(-longest // STRETCH), reduction.wide)
             options = *reduction.flags, reduction.nothing, self._large, self._shares
-            loops.reduce_loop(voxels, STRETCH, *asked, *options, partials, reduced)
+            loops.reduce_loop(voxels, STRETCH, *asked, *options, partials, found)
+        if found is not reduced:
+            reduced[: found.size] = found
         if reduction.flipped:
             reduced[: voxels * columns] ^= HIGHEST_BIT
 
