@@ -141,9 +141,10 @@ def next_radius(radius, whole, full):
     """How many cells from the vertex a search looks next, after `radius`; `whole` is the end.
 
     Once the list is full, whatever can still enter it lies in the ball of its last square: one pass over the cells that
-    the ball touches ends the search. Until then the block is doubled.
+    the ball touches ends the search. Until then the block is doubled. A search that begins here, in a crowd, looks at the
+    cells next to the query first even so: the list may come from far away, and its ball may take in all of the crowd.
     """
-    return whole if full else np.int32(min(max(2 * radius, 1), whole))
+    return whole if full and radius > 0 else np.int32(min(max(2 * radius, 1), whole))
 
 
 @device
