@@ -451,7 +451,7 @@ def test_simulated_without_a_workspace_that_is_kept(simulated, rng):
 def test_simulated_graphs(simulated, layout, loop, rng):
     points, _, offsets, _ = ragged(rng, FEW, FEW_ASKED, F32)
     options = {"loop": loop, "target": "cuda"}
-    for k in (1, 3, 40):
+    for k in (3, 40) if layout == "c" else (1,):
         for borders in (None, offsets):
             name, found = simulated(simulator.graph_on_device, points, k, layout, borders, **options)
             assert name == ("ndarray" if layout == "host" else "FakeCUDAArray")

