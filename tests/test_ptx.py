@@ -22,7 +22,20 @@ import numbaknn.kernels
 COMPUTE_CAPABILITIES = [(7, 5), (9, 0), (12, 0)]
 ASSEMBLED = (9, 0)
 
-VARIANTS = {identifier: rest for identifier, *rest in kernel_table.variants()}
+
+def chosen(variants):
+    """All variants in float32, and of each kernel the first in float64, or those that are there in float64 alone."""
+    seen = set()
+    for identifier, *rest in variants:
+        variant, _, real = identifier.rpartition("-")
+        kernel = variant.partition("[")[0]
+        if real != "float64" or kernel not in seen or "float64" in variant:
+            yield identifier, rest
+        if real == "float64":
+            seen.add(kernel)
+
+
+VARIANTS = dict(chosen(kernel_table.variants()))
 NEIGHBORS = [
     name for name in VARIANTS if name.startswith(("knn_", "count_balls", "fill_balls", "list_", "long_list", "sort"))
 ]
