@@ -559,10 +559,10 @@ class _Call:
     def _rows_at_once(self):
         """How many queries of host arrays the device has room for, with their answers: all of them, or a part."""
         rows, options = _rows(self._asker), self._options
-        kinds = [self._dtype] * self._asker.shape[-1] + [self._dtype, options.index_dtype] * options.k
         if not self._divisible or self._queries is None:
             return rows
-        parts = parts_that_fit(rows, sum(kind.itemsize for kind in map(np.dtype, kinds)), _uploader())
+        real, index = np.dtype(self._dtype).itemsize, np.dtype(options.index_dtype).itemsize
+        parts = parts_that_fit(rows, real * self._asker.shape[-1] + (real + index) * options.k, _uploader())
         return -(-rows // parts)
 
     def _empty_answer(self):
