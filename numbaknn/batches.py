@@ -19,7 +19,7 @@ MORE_CELLS = 2
 def border_of(cloud, borders, each, rows):
     """The first row of a cloud, and for the number of clouds the end of the last.
 
-    Borders that lie on a device have not been looked at: wrong ones must not lead out of the arrays.
+    Borders of queries that lie on a device have not been looked at: wrong ones must not lead out of the arrays.
     """
     if each > 0:
         return cloud * each
@@ -42,6 +42,26 @@ def cloud_of(row, borders, each, clouds):
     while high - low > 1:
         middle = (low + high) >> 1
         if borders[middle] <= row:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@device
+def first_block_of(cloud, borders, each, rows, block_bits):
+    """The first of the blocks of a cloud, if 2^block_bits rows are a block's share: each cloud has one more than its rows
+    are worth, so that where they begin follows from its border alone."""
+    return (border_of(cloud, borders, each, rows) >> block_bits) + cloud
+
+
+@device
+def cloud_of_block(block, borders, each, clouds, rows, block_bits):
+    """The cloud that a block works on."""
+    low, high = 0, clouds
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if first_block_of(middle, borders, each, rows, block_bits) <= block:
             low = middle
         else:
             high = middle

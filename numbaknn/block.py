@@ -244,6 +244,31 @@ def sum_before(value, threads):
     return before + through - value, everything
 
 
+@device
+def largest_before(value, threads):
+    """The largest of an int64 over the threads of a block before this one, 0 if none is above."""
+    scratch = cuda.shared.array(MOST_WARPS, int64)
+    lane, warp, _ = lane_and_warp(threads)
+    through, step = int64(value), 1
+    while step < WARP:
+        other = cuda.shfl_up_sync(EVERY_LANE, through, step)
+        if lane >= step:
+            through = max(through, other)
+        step *= 2
+    if lane == WARP - 1:
+        scratch[warp] = through
+    before = int64(0)
+    if WARP > 1:
+        other = cuda.shfl_up_sync(EVERY_LANE, through, 1)
+        if lane > 0:
+            before = max(before, other)
+    cuda.syncthreads()
+    for other_warp in range(warp):
+        before = max(before, scratch[other_warp])
+    cuda.syncthreads()
+    return before
+
+
 # -- A sum over more than a block has ---------------------------------------------------------------------------------
 
 # Counts that one thread of a scan adds up by itself.

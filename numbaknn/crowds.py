@@ -12,6 +12,9 @@ crowd that begins at slot s can have the number s // CROWD, as another one begin
 can begin at `entries_before(s)`: where a record and its cells stand follows from `starts` alone, without a list of crowds, a
 count of them, or memory that depends on it.
 
+In a batch of clouds every cloud has a first grid of its own, and all of them share the arrays: their records come first, as
+many as there are clouds, and what is a cell of which is a matter of its slots as before.
+
 A crowd of equal points can't be divided by where they are. It is divided by their indices, which is what decides among equal
 distances: whoever wants k of them reads the first k, not all.
 """
@@ -58,15 +61,15 @@ EQUAL_POINTS_A_CELL = 4
 
 
 @device
-def most_crowds(rows):
-    """Numbers that the crowds of one level can have."""
-    return rows // CROWD + 1
+def most_crowds(rows, grids):
+    """Numbers that the crowds of one level can have, of so many first grids: one, or one for each cloud of a batch."""
+    return rows // CROWD + grids
 
 
 @device
-def level_entries(rows):
+def level_entries(rows, grids):
     """Entries of `starts` that the crowds of one level have together."""
-    return ENTRIES_A_POINT * rows + MORE_ENTRIES * (rows // CROWD) + MORE_ENTRIES
+    return ENTRIES_A_POINT * rows + MORE_ENTRIES * (rows // CROWD + grids)
 
 
 @device
@@ -80,9 +83,23 @@ def entries_before(slot):
 
 
 @device
-def first_record(level, rows):
-    """The record of the first crowd of a level: 1 for those among the cells of the first grid, 2 for those among theirs."""
-    return 1 + (level - 1) * most_crowds(rows)
+def first_record(level, rows, grids):
+    """The record of the first crowd of a level: 1 for those among the cells of the first grids, 2 for those among theirs."""
+    return grids + (level - 1) * most_crowds(rows, grids)
+
+
+@device
+def places_of_crowds(rows, entries, clouds, first_row, cloud):
+    """Where the crowds of a cloud that numbers its slots from 0 have their records, counted from the cloud's own, and their
+    entries: (record, entry) for each level, and for the one behind the last.
+
+    rows, clouds: of all clouds that share the arrays. entries: those of the first grids, which come first. Every cloud
+    before this one may have a number more than its points are worth.
+    """
+    record = first_record(1, rows, clouds) + first_row // CROWD
+    entry = entries + entries_before(first_row) + MORE_ENTRIES * cloud
+    records, more = most_crowds(rows, clouds), level_entries(rows, clouds)
+    return (record, entry), (record + records, entry + more), (record + 2 * records, entry + 2 * more)
 
 
 @device

@@ -17,6 +17,7 @@ from numbaknn.neighbors import (
     _adopt_cloud,
     _check_finite,
     _flat_borders,
+    _layout_of,
     _options,
     _uploaded,
     _workspace_library,
@@ -77,7 +78,7 @@ def knn_graph(
     target = chosen_target(target, points)
     rows, dimensions = points.shape
     borders = [] if offsets is None else [_adopt_borders("offsets", offsets, points, target, rows, "points")]
-    layout = Layout(borders[0].shape[0] - 1 if borders else 1)
+    layout = _layout_of(rows, borders[0]) if borders else Layout(1)
     dtype, library = working_dtype(points.dtype), points.library
     workspace = _workspace_library(points, target)
     for memory in {library, workspace}:

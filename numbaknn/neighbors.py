@@ -19,7 +19,7 @@ from numbaknn.loops.interpolation import interpolate_loop
 from numbaknn.memory import check_fits, parts_that_fit
 from numbaknn.planning import Plan, check_like, plannable
 from numbaknn.plans.balls import DeviceBalls, HostBalls
-from numbaknn.plans.batches import Layout, device_grids, host_grids, run_batch_once
+from numbaknn.plans.batches import device_grids, host_grids, ragged_layout, regular_layout, run_batch_once
 from numbaknn.plans.neighbors import POINTS_A_CHUNK, DeviceCall, DeviceGrid, HostGrid, run_once
 
 Check = Literal["auto"] | bool
@@ -436,6 +436,11 @@ def _adopt_borders(name, offsets, points, target, rows, of):
     return adopted
 
 
+def _layout_of(rows, borders):
+    """The layout of clouds between adopted borders."""
+    return ragged_layout(rows, borders.shape[0] - 1, None if borders.on_device else borders.flat(np.int64))
+
+
 def _check_same_place(points, queries):
     if points.library.device != queries.library.device:
         raise ValueError(
@@ -709,12 +714,12 @@ class _BatchCall(_KnnCall):
         self._target = target = chosen_target(target, points)
         self._dtype = working_dtype(points.dtype, queries.dtype)
         if regular:
-            self._borders, self._layout = (), Layout(*points.shape[:2], queries.shape[1])
+            self._borders, self._layout = (), regular_layout(*points.shape[:2], queries.shape[1])
             return
         own = _adopt_borders("offsets", offsets, points, target, points.shape[0], "points")
         asked = _adopt_borders("query_offsets", query_offsets, points, target, queries.shape[0], "queries")
         errors.check_as_many(own.shape, asked.shape)
-        self._borders, self._layout = (own, asked), Layout(own.shape[0] - 1)
+        self._borders, self._layout = (own, asked), _layout_of(points.shape[0], own)
 
     @property
     def _cloud_shape(self):

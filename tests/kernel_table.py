@@ -42,9 +42,9 @@ ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y coords features "
     "pooled grid",
     types.int32: "shape shapes starts cells ranks sums marks crowded places",
-    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders edges boxes "
-    "inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds label_frame "
-    "best",
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders given edges "
+    "boxes inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds "
+    "label_frame best",
     types.uint32: "words other_words words_in words_out order order_in order_out",
     types.float64: "means center",
     types.boolean: "flags",
@@ -52,9 +52,9 @@ ARRAYS = {
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride depth clouds each query_each parts cells_a_point missing edge_count batch channels voxels kind "
-    "reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each length tiles splits "
-    "entries first_entry level slot slots column most_lanes",
+    "mantissa room stride depth clouds each query_each block_bits cells_a_point grids most_in_cell missing edge_count "
+    "batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each "
+    "length tiles splits entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",
     types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
@@ -211,6 +211,37 @@ for capacity, registers in IN_CLOUDS_REGISTERS.items():
     for among_themselves, shrinks in ((False, False), (True, True)):
         kernel = batches.knn_in_clouds_kernel(capacity, among_themselves, shrinks)
         KERNELS[f"knn_in_clouds_kernel[{capacity}, {among_themselves}, {shrinks}]"] = Entry(kernel, registers, loads=1)
+KERNELS |= {
+    f"knn_in_crowded_clouds_kernel[{slots}, {among_themselves}, {real}]": Entry(
+        batches.knn_in_crowded_clouds_kernel(slots, blocks, among_themselves),
+        (512 // blocks,),
+        loads=1,
+        scalars="shrink",
+        calls=True,
+        threads=(neighbors.CROWD_THREADS, blocks),
+        reals=(real,),
+    )
+    for slots, among_themselves, real in [
+        (1, True, types.float32),
+        (1, False, types.float64),
+        (CROWD_CAPACITIES[-1], False, types.float32),
+    ]
+    for blocks in [crowd_blocks(slots, np.dtype(str(real)))]
+}
+KERNELS |= {
+    f"list_in_crowded_clouds_kernel[{real}]": Entry(
+        batches.list_in_crowded_clouds_kernel(real),
+        (128,),
+        loads=1,
+        reals=(real,),
+        calls=True,
+        threads=LIST_BOUNDS,
+    )
+    for real in (types.float32, types.float64)
+}
+KERNELS["long_list_in_crowded_clouds_kernel"] = Entry(
+    batches.long_list_in_crowded_clouds_kernel, (128, 128), loads=1, calls=True, threads=LIST_BOUNDS
+)
 KERNELS |= {
     "clear_clouds_kernel": Entry(batches.clear_clouds_kernel, (32,)),
     "bounds_of_clouds_kernel": Entry(batches.bounds_of_clouds_kernel, (48, 77)),

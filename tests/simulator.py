@@ -54,6 +54,8 @@ SMALL = [
     ("numbaknn.plans.batches", "LEAST_THREADS", 2),
     ("numbaknn.plans.batches", "BLOCKS", 12),
     ("numbaknn.plans.batches", "MOST_CELLS_A_POINT", 2),
+    ("numbaknn.plans.batches", "LARGEST_UNREFINED", 60),
+    ("numbaknn.plans.batches", "MOST_UNREFINED", 60),
     ("numbaknn.neighbors", "THREADS", 4),
     ("numbaknn.arrays", "THREADS", 4),
     ("numbaknn.plans.rows", "ROW_THREADS", 4),

@@ -179,6 +179,114 @@ def test_there_are_crowds(cloud):
     assert np.diff(grid.starts[: cells + 1]).max() > CROWD
 
 
+# -- Of several clouds, each with its own ------------------------------------------------------------------------------
+
+
+def batch_of(clouds, sizes, asked, dtype=np.float32):
+    """Clouds of these sizes and queries of each, and the borders of both: empty ones, and one without crowds."""
+    drawn_clouds = [drawn(cloud, dtype) for cloud in clouds]
+    points = [points[:size] for (points, _), size in zip(drawn_clouds, sizes)]
+    queries = [
+        np.concatenate([queries[: most - 2], queries[-2:]])[:most] for (_, queries), most in zip(drawn_clouds, asked)
+    ]
+    borders = [np.concatenate([[0], np.cumsum(list(map(len, arrays)))]) for arrays in (points, queries)]
+    return np.concatenate(points), np.concatenate(queries), *borders
+
+
+def regular(rng):
+    return rng.random((COUNT, 3))
+
+
+MIXED = [regular, outlier, equal, regular, scales, few_places, lidar, equal_in_a_crowd]
+OF_MIXED = [500, COUNT, 900, 0, 2_999, 1_000, 3_000, 2_000]
+ASKED_OF_MIXED = [40, 150, 30, 20, 200, 0, 100, 220]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+def test_clouds_of_a_batch(dtype):
+    points, queries, *borders = batch_of(MIXED, OF_MIXED, ASKED_OF_MIXED, dtype)
+    for k in (1, 3, 16, 40):
+        found = numbaknn.knn(points, queries, k=k, offsets=borders[0], query_offsets=borders[1], target="cpu")
+        same(found, oracle.nearest_in_clouds(points, queries, *borders, k))
+    stacked = np.stack([points[:900], points[500:1_400]]), np.stack([queries[:90], queries[50:140]])
+    found = numbaknn.knn(*stacked, k=3, target="cpu")
+    for n in range(2):
+        same([array[n] for array in found], oracle.nearest(stacked[0][n], stacked[1][n], 3))
+
+
+def test_a_large_cloud_of_a_batch():
+    """One that all cores build, with crowds, behind a small one with crowds."""
+    rng = np.random.default_rng(0)
+    large = np.concatenate([1e-3 * rng.random((40_000, 3)), rng.random((500, 3))]).astype(np.float32)
+    points, queries, *borders = batch_of([outlier, scales], [COUNT, 1_000], [50, 100])
+    points, borders[0] = np.concatenate([points[:COUNT], large]), [0, COUNT, COUNT + len(large)]
+    queries[50:] = large[::405][:100]
+    for k in (3, 40):
+        found = numbaknn.knn(points, queries, k=k, offsets=borders[0], query_offsets=borders[1], target="cpu")
+        same(found, oracle.nearest_in_clouds(points, queries, np.array(borders[0]), borders[1], k))
+
+
+def test_graphs_of_a_batch():
+    points, _, offsets, _ = batch_of(MIXED, OF_MIXED, ASKED_OF_MIXED)
+    for loop in (False, True):
+        found = numbaknn.knn_graph(points, 3, offsets=offsets, loop=loop, target="cpu")
+        np.testing.assert_array_equal(found, oracle.edges(points, 3, offsets, loop), strict=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("copies", [1, 8])
+def test_clouds_of_a_batch_on_a_device(copies, dtype, where):
+    """Of sizes with and without finer grids; of non-finite points, too."""
+    cupy = pytest.importorskip("cupy")
+    points, queries, *borders = batch_of(MIXED, OF_MIXED, ASKED_OF_MIXED, dtype)
+    points = np.concatenate(
+        [
+            points[first:last] + dtype(0.01) * dtype(copy)
+            for first, last in zip(borders[0], borders[0][1:])
+            for copy in range(copies)
+        ]
+    )
+    points[::97] = np.nan
+    borders[0] = borders[0] * copies
+    on_device = [cupy.asarray(border) if where == "device" else border for border in borders]
+    placed, given = (cupy.asarray(points), cupy.asarray(queries)), {"check_finite": False}
+    for k in (1, 3, 8, 20, 40, 4_000):
+        options = {"k": k, **given}
+        right = numbaknn.knn(points, queries, offsets=borders[0], query_offsets=borders[1], target="cpu", **options)
+        found = numbaknn.knn(*placed, offsets=on_device[0], query_offsets=on_device[1], **options)
+        same(map(cupy.asnumpy, found), right)
+        if k < 40:
+            for loop in (False, True):
+                edges = numbaknn.knn_graph(placed[0], k, offsets=on_device[0], loop=loop, **given)
+                right = numbaknn.knn_graph(points, k, offsets=borders[0], loop=loop, target="cpu", **given)
+                np.testing.assert_array_equal(edges.get(), right, strict=True)
+    options = {"k": 3, "distance_upper_bound": 0.05, "squared": True, "index_dtype": "int32", **given}
+    right = numbaknn.knn(points, queries, offsets=borders[0], query_offsets=borders[1], target="cpu", **options)
+    same(map(cupy.asnumpy, numbaknn.knn(*placed, offsets=on_device[0], query_offsets=on_device[1], **options)), right)
+
+
+@pytest.mark.gpu
+def test_wrong_borders_among_crowds_lead_nowhere():
+    cupy = pytest.importorskip("cupy")
+    points, queries, *borders = batch_of([*MIXED, *MIXED], 2 * OF_MIXED, 2 * ASKED_OF_MIXED)
+    placed, good = [cupy.asarray(points), cupy.asarray(queries)], [cupy.asarray(border) for border in borders]
+    rng = np.random.default_rng(0)
+    assert len(points) < 32_768
+    placed[0] = cupy.concatenate([placed[0], placed[0]])
+    for _ in range(8):
+        wrong = rng.integers(-9, 2 * len(points), len(borders[0]))
+        for k in (1, 8, 40):
+            for given in ((wrong, good[1]), (good[0], wrong)):
+                numbaknn.knn(*placed, k=k, offsets=cupy.asarray(given[0]), query_offsets=cupy.asarray(given[1]))
+        numbaknn.knn_graph(placed[0], 3, offsets=cupy.asarray(wrong))
+        cupy.cuda.Device().synchronize()
+
+
+# -- On a device -------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.gpu
 @CROWDED
 @pytest.mark.parametrize("copies", [1, 5], ids=["one block", "many blocks"])
@@ -305,3 +413,30 @@ def test_balls_simulated(simulated, in_one_block, cloud):
     for have, (_, r, _) in zip(found, asked):
         same(have, oracle.within(points, queries, r))
     np.testing.assert_array_equal(lengths, np.diff(oracle.within(points, queries, 0.5)[1]))
+
+
+@pytest.mark.parametrize("where", ["host", "c"])
+def test_batches_simulated(simulated, where):
+    """A cloud without crowds between two that have some: equal points, whose indices count within their cloud, and a crowd
+    in a crowd; not all points are finite."""
+    points, queries, *borders = batch_of([equal, regular, nested], [CROWD + 3, 9, CROWD + 12], [2, 1, 2])
+    points[[5, 70, 90]] = np.nan
+    for k in (3, 40) if where == "c" else (1,):
+        found = simulated(simulator.batch_on_device, points, queries, "c", *borders, where, k=k)
+        same([array for _, array in found], oracle.nearest_in_clouds(points, queries, *borders, k))
+
+
+def test_graphs_of_batches_simulated(simulated):
+    """Points that ask among themselves, in the order of the table."""
+    points, _, offsets, _ = batch_of([regular, equal], [5, CROWD + 3], [1, 1])
+    points[2] = np.nan
+    _, found = simulated(simulator.graph_on_device, points, 2, "c", offsets, check_finite=False)
+    np.testing.assert_array_equal(found, oracle.edges(points, 2, offsets), strict=True)
+
+
+def test_wrong_borders_simulated(simulated):
+    """Those on a device are put right: all rows are shared out."""
+    points, queries, *borders = batch_of([equal, regular], [CROWD + 3, 9], [2, 2])
+    for wrong, right in (([9, 90, 30], [0, 76, 76]), ([-1, 67, 70], [0, 67, 76])):
+        found = simulated(simulator.batch_on_device, points, queries, "c", np.array(wrong), borders[1], "c", k=2)
+        same([array for _, array in found], oracle.nearest_in_clouds(points, queries, np.array(right), borders[1], 2))

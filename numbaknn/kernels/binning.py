@@ -46,6 +46,7 @@ from numbaknn.kernels.crowds import (
     grow_box_of_crowd,
     lay_numbered_crowd,
     note_crowd,
+    slot_of_row,
     stretch_of,
 )
 from numbaknn.lanes import as_type_of, bits_of, fold, order_key, product, real_of_key, stays_apart, store_point
@@ -268,22 +269,20 @@ def frame_kernel(bounds, marks, points_a_cell, cell_size, most_cells, largest, s
 
 @kernel
 def cells_kernel(points, dimensions, rows, frame, shape, starts, cells, ranks, crowded):
-    """The cell of each point (NOWHERE: not finite), its rank among the points of that cell, the counts of the cells, and
-    whether one of them is a crowd. Points that are not finite have ranks of their own, and are counted behind the last cell,
-    where nobody asks how many there are."""
+    """The cell of each point, its rank among the points of that cell, the counts of the cells, and whether one of them is a
+    crowd. Points that are not finite have ranks of their own, and are counted behind the last cell, where nobody asks how
+    many there are: they have ~ of that entry for a cell."""
     row = cuda.grid(1)
-    cell, behind = int32(NOWHERE), np.int32(shape[0] * shape[1] * shape[2])
-    counted = int32(NOWHERE)
+    counted, finite = int32(NOWHERE), False
     if row < rows:
         x, y, z = read_point(points, row, dimensions)
-        if is_finite(x, y, z):
-            cell = int32(cell_of(x, y, z, read_grid(frame, shape)))
-        cells[row] = cell
-        counted = behind if cell == NOWHERE else cell
+        finite = is_finite(x, y, z)
+        counted = int32(cell_of(x, y, z, read_grid(frame, shape)) if finite else shape[0] * shape[1] * shape[2])
+        cells[row] = counted if finite else ~counted
     rank = rank_in_warp(counted, starts)
     if row < rows:
         ranks[row] = rank
-        if rank == CROWD and cell != NOWHERE:
+        if rank == CROWD and finite:
             crowded[0] = shape[CROWDED] = 1
 
 
@@ -308,15 +307,12 @@ def add_sums_kernel(starts, shape, sums, tile):
 
 
 @kernel
-def scatter_kernel(points, dimensions, rows, shape, starts, cells, ranks, table):
+def scatter_kernel(points, dimensions, rows, starts, cells, ranks, table):
     """Pack each point into its slot, those that are not finite, which no search finds, behind all others. A thread a row."""
     row = cuda.grid(1)
     if row < rows:
-        cell = cells[row]
-        if cell == NOWHERE:
-            cell = np.int32(shape[0] * shape[1] * shape[2])
         x, y, z = read_point(points, row, dimensions)
-        store_point(table, starts[cell] + ranks[row], x, y, z, as_type_of(row, bits_of(x)))
+        store_point(table, slot_of_row(row, starts, cells, ranks), x, y, z, as_type_of(row, bits_of(x)))
 
 
 # -- In one block ----------------------------------------------------------------------------------------------------
@@ -388,8 +384,9 @@ def count_point(row, point, others):
         if rank == CROWD:
             crowded[0] = 1
     elif row < cells.size:
-        cells[np.uintp(row)] = NOWHERE
-        ranks[np.uintp(row)] = add_to_half(counts, np.uint32(shape[0] * shape[1] * shape[2]), ONE)
+        behind = np.uint32(shape[0] * shape[1] * shape[2])
+        cells[np.uintp(row)] = ~int32(behind)
+        ranks[np.uintp(row)] = add_to_half(counts, behind, ONE)
     return np.uint32(row + np.uint32(threads))
 
 
@@ -451,25 +448,25 @@ def count_crowds_in_block(
     One block; kernels/crowds.py has the same for many. `words`: shared memory, for a 16-bit counter an entry of a level.
     """
     stays_apart()
-    thread, crowds = cuda.threadIdx.x, most_crowds(rows)
+    thread, crowds = cuda.threadIdx.x, most_crowds(rows, 1)
     for number in range(thread, crowds, threads):
         clear_box((level - 1) * crowds + number, boxes)
-    clear(words, np.uint32((level_entries(rows) >> 1) + 1), threads)
+    clear(words, np.uint32((level_entries(rows, 1) >> 1) + 1), threads)
     cuda.syncthreads()
     for row in range(thread, rows, threads):
-        grow_box_of_crowd(row, level, points, dimensions, rows, starts, cells, boxes)
+        grow_box_of_crowd(row, level, points, dimensions, rows, 1, starts, cells, boxes)
     cuda.syncthreads()
     for number in range(thread, crowds, threads):
-        lay_numbered_crowd(number, level, rows, first_entry, largest, smallest, eps, boxes, frames, shapes)
+        lay_numbered_crowd(number, level, rows, 1, first_entry, largest, smallest, eps, boxes, frames, shapes)
     cuda.syncthreads()
     for row in range(thread, rows, threads):
         begin, count = stretch_of(row, starts, cells)
         if count > CROWD:
-            entry = entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes)
+            entry = entry_in_crowd(row, row, rows, begin, level, points, dimensions, rows, 1, frames, shapes)
             rank = add_to_half(words, np.uint32(entry - first_entry), ONE)
             cells[row], ranks[row] = entry, rank
             if rank == CROWD and level < REFINEMENTS:
-                note_crowd(begin, level, rows, crowded, shapes)
+                note_crowd(begin, level, rows, 1, crowded, shapes)
         elif count > 0 and ranks[row] == 0:
             add_to_half(words, np.uint32(entries_before(begin)), np.uint32(count))
 
@@ -557,7 +554,7 @@ def build_kernel(threads, dimensions):
             level += 1
             if thread == 0:
                 shape[CROWDED] = 1
-            first, entries = np.int32(first_entry if level == 1 else first + entries), np.uint32(level_entries(rows))
+            first, entries = np.int32(first_entry if level == 1 else first + entries), np.uint32(level_entries(rows, 1))
             count_crowds_in_block(
                 level,
                 first,

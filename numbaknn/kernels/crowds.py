@@ -7,6 +7,8 @@ rank that it has in the finest grid that it belongs to.
 
 The cells of all crowds of a level are one stretch of `starts`, and one sum over it gives each its first slot. For that a
 cell that is no crowd is counted too, in the entry at which a crowd that began there would have its cells.
+
+The same kernels serve a batch of clouds: `grids` is their number, and how many records come before those of crowds.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 import numpy as np
 from numba import cuda
 
+from numbaknn.batches import cloud_of, rows_of
 from numbaknn.block import WARP, all_lanes, from_lane, lane_and_warp, largest_in_warp, scan_sums, scan_tile
 from numbaknn.crowds import CROWD, REFINEMENTS, cell_in_crowd, entries_before, first_record, lay_crowd, most_crowds
 from numbaknn.geometry import CROWDED, ENTRY, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH, read_point
@@ -46,9 +49,9 @@ def stretch_of(row, starts, cells):
 
 
 @device
-def box_of_crowd(level, begin, rows):
+def box_of_crowd(level, begin, rows, grids):
     """Where the box of a crowd begins."""
-    return (first_record(level, rows) - 1 + begin // CROWD) * BOX_LENGTH
+    return (first_record(level, rows, grids) - grids + begin // CROWD) * BOX_LENGTH
 
 
 @device
@@ -73,9 +76,9 @@ def box_around(box, point):
 
 
 @device
-def grow_box(box, begin, count, level, rows, boxes):
+def grow_box(box, begin, count, level, rows, grids, boxes):
     """Have the box of the crowd that begins at a slot take in another box."""
-    place = box_of_crowd(level, begin, rows)
+    place = box_of_crowd(level, begin, rows, grids)
     boxes[place + FIRST_SLOT], boxes[place + POINTS] = begin, count
     for side in range(6):
         key = order_key(box[side])
@@ -85,7 +88,7 @@ def grow_box(box, begin, count, level, rows, boxes):
 
 
 @device
-def grow_box_by_warp(box, begin, count, level, rows, lane, boxes):
+def grow_box_by_warp(box, begin, count, level, rows, grids, lane, boxes):
     """The same with the boxes of all lanes of a warp, for a crowd that they share; nothing for NO_CROWD."""
     if begin != NO_CROWD:
         met = (
@@ -97,61 +100,68 @@ def grow_box_by_warp(box, begin, count, level, rows, lane, boxes):
             largest_in_warp(box[5]),
         )
         if lane == 0:
-            grow_box(met, begin, count, level, rows, boxes)
+            grow_box(met, begin, count, level, rows, grids, boxes)
 
 
 @device
-def grow_box_of_crowd(row, level, points, dimensions, rows, starts, cells, boxes):
+def grow_box_of_crowd(row, level, points, dimensions, rows, grids, starts, cells, boxes):
     """Have the box of a point's crowd, if it is in one, take the point in."""
     begin, count = stretch_of(row, starts, cells)
     if count > CROWD:
         own = box_around(nothing_of(points[0]), read_point(points, row, dimensions))
-        grow_box(own, begin, count, level, rows, boxes)
+        grow_box(own, begin, count, level, rows, grids, boxes)
 
 
 @device
-def lay_numbered_crowd(number, level, rows, first_entry, largest, smallest, eps, boxes, frames, shapes):
+def lay_numbered_crowd(number, level, rows, grids, first_entry, largest, smallest, eps, boxes, frames, shapes):
     """Fill the record of a crowd of this number among those of its level, if there is one. first_entry: where the level's
     cells begin in `starts`."""
-    record = first_record(level, rows) + number
-    box = (record - 1) * BOX_LENGTH
+    record = first_record(level, rows, grids) + number
+    box = (record - grids) * BOX_LENGTH
     if boxes[box + POINTS] > 0:
         frame, shape = frames[record * FRAME_LENGTH :], shapes[record * SHAPE_LENGTH :]
         for axis in range(3):
             frame[LOW + axis] = -real_of_key(boxes[box + 3 + axis], frames[0])
             frame[EXTENT + axis] = real_of_key(boxes[box + axis], frames[0])
-        entry, crowds = first_entry + entries_before(boxes[box + FIRST_SLOT]), first_record(level + 1, rows) - record
+        entry = first_entry + entries_before(boxes[box + FIRST_SLOT])
+        crowds = first_record(level + 1, rows, grids) - record
         lay_crowd(frame, shape, boxes[box + POINTS], entry, crowds, largest, smallest, eps)
 
 
 @device
-def entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes):
-    """The entry of `starts` that the cell of a point in the crowd that begins at a slot has."""
-    record = first_record(level, rows) + begin // CROWD
+def entry_in_crowd(row, index, own_rows, begin, level, points, dimensions, rows, grids, frames, shapes):
+    """The entry of `starts` that the cell of a point in the crowd that begins at a slot has. index: the number of the point
+    in its cloud, of `own_rows`."""
+    record = first_record(level, rows, grids) + begin // CROWD
     frame, shape = frames[record * FRAME_LENGTH :], shapes[record * SHAPE_LENGTH :]
     x, y, z = read_point(points, row, dimensions)
-    return shape[ENTRY] + cell_in_crowd(x, y, z, row, rows, frame, shape)
+    return shape[ENTRY] + cell_in_crowd(x, y, z, index, own_rows, frame, shape)
 
 
 @device
-def note_crowd(begin, level, rows, crowded, shapes):
+def note_crowd(begin, level, rows, grids, crowded, shapes):
     """Note that there is a crowd among the cells of the one that begins at a slot."""
     crowded[level] = 1
-    shapes[(first_record(level, rows) + begin // CROWD) * SHAPE_LENGTH + CROWDED] = 1
+    shapes[(first_record(level, rows, grids) + begin // CROWD) * SHAPE_LENGTH + CROWDED] = 1
+
+
+@device
+def slot_of_row(row, starts, cells, ranks):
+    """The slot of a point in the order of the grid so far. One that is not finite has ~ of an entry for a cell."""
+    cell = cells[row]
+    return starts[cell if cell >= 0 else ~cell] + ranks[row]
 
 
 @kernel
-def order_of_points_kernel(rows, level, first_entry, entries, crowded, cells, ranks, order, boxes, starts):
+def order_of_points_kernel(rows, grids, level, first_entry, entries, crowded, cells, ranks, order, boxes, starts):
     """The points in the order of the grid so far, in which those of a crowd are neighbours; and for the level to come empty
     boxes, and zero for the counts of all cells."""
     if crowded[level - 1] == 0:
         return
     first, threads = cuda.grid(1), cuda.gridsize(1)
     for row in range(first, rows, threads):
-        cell = cells[row]
-        if cell >= 0:
-            order[starts[cell] + ranks[row]] = row
-    crowds = most_crowds(rows)
+        order[slot_of_row(row, starts, cells, ranks)] = row
+    crowds = most_crowds(rows, grids)
     for number in range(first, crowds, threads):
         clear_box((level - 1) * crowds + number, boxes)
     for entry in range(first, entries, threads):
@@ -159,19 +169,18 @@ def order_of_points_kernel(rows, level, first_entry, entries, crowded, cells, ra
 
 
 @kernel
-def bounds_of_crowds_kernel(points, dimensions, level, crowded, rows, frames, shapes, starts, cells, order, boxes):
+def bounds_of_crowds_kernel(points, dimensions, level, crowded, rows, grids, starts, cells, order, boxes):
     """The boxes around the points of the crowds. One warp takes POINTS_A_LANE times as many points in their order as it has
     lanes: as a rule they are of one crowd, whose box then grows once for all of them."""
     if crowded[level - 1] == 0:
         return
     lane, warp, warps = lane_and_warp(cuda.blockDim.x)
     slot = (cuda.blockIdx.x * warps + warp) * (WARP * POINTS_A_LANE) + lane
-    packed = starts[shapes[0] * shapes[1] * shapes[2]]
-    box, crowd, size = nothing_of(frames[0]), np.int32(NO_CROWD), np.int32(0)
+    box, crowd, size = nothing_of(points[0]), np.int32(NO_CROWD), np.int32(0)
     for _ in range(POINTS_A_LANE):
         begin, count = np.int32(NO_CROWD), np.int32(0)
         row = np.int32(0)
-        if slot < packed:
+        if slot < rows:
             row = order[slot]
             begin, count = stretch_of(row, starts, cells)
             if count <= CROWD:
@@ -179,37 +188,57 @@ def bounds_of_crowds_kernel(points, dimensions, level, crowded, rows, frames, sh
         slot += WARP
         if all_lanes(begin == from_lane(begin, 0)):
             if begin != crowd:
-                grow_box_by_warp(box, crowd, size, level, rows, lane, boxes)
-                box, crowd, size = nothing_of(frames[0]), begin, count
+                grow_box_by_warp(box, crowd, size, level, rows, grids, lane, boxes)
+                box, crowd, size = nothing_of(points[0]), begin, count
             if begin != NO_CROWD:
                 box = box_around(box, read_point(points, row, dimensions))
         elif begin != NO_CROWD:
-            own = box_around(nothing_of(frames[0]), read_point(points, row, dimensions))
-            grow_box(own, begin, count, level, rows, boxes)
-    grow_box_by_warp(box, crowd, size, level, rows, lane, boxes)
+            own = box_around(nothing_of(points[0]), read_point(points, row, dimensions))
+            grow_box(own, begin, count, level, rows, grids, boxes)
+    grow_box_by_warp(box, crowd, size, level, rows, grids, lane, boxes)
 
 
 @kernel
-def frames_of_crowds_kernel(rows, level, first_entry, largest, smallest, eps, crowded, boxes, frames, shapes):
+def frames_of_crowds_kernel(rows, grids, level, first_entry, largest, smallest, eps, crowded, boxes, frames, shapes):
     """Lay the grids of the crowds. One thread a number."""
     number = cuda.grid(1)
-    if crowded[level - 1] != 0 and number < most_crowds(rows):
-        lay_numbered_crowd(number, level, rows, first_entry, largest, smallest, eps, boxes, frames, shapes)
+    if crowded[level - 1] != 0 and number < most_crowds(rows, grids):
+        lay_numbered_crowd(number, level, rows, grids, first_entry, largest, smallest, eps, boxes, frames, shapes)
 
 
 @kernel
-def cells_of_crowds_kernel(points, dimensions, rows, level, first_entry, frames, shapes, crowded, starts, cells, ranks):
-    """The cell of each point of a crowd in the crowd's grid, its rank there, and the counts of these cells."""
+def cells_of_crowds_kernel(
+    points,
+    dimensions,
+    rows,
+    grids,
+    borders,
+    each,
+    level,
+    first_entry,
+    frames,
+    shapes,
+    crowded,
+    starts,
+    cells,
+    ranks,
+):
+    """The cell of each point of a crowd in the crowd's grid, its rank there, and the counts of these cells. borders, each:
+    of the clouds, as in batches.py."""
     if crowded[level - 1] == 0:
         return
     for row in range(cuda.grid(1), rows, cuda.gridsize(1)):
         begin, count = stretch_of(row, starts, cells)
-        if count > CROWD:
-            entry = entry_in_crowd(row, begin, level, points, dimensions, rows, frames, shapes)
+        if cells[row] < 0:  # not finite, but the slots of the clouds behind come after it
+            cuda.atomic.add(starts, first_entry + entries_before(starts[~cells[row]]), 1)
+        elif count > CROWD:
+            first, own_rows = rows_of(cloud_of(row, borders, each, grids), borders, each, rows)
+            index = row - first
+            entry = entry_in_crowd(row, index, own_rows, begin, level, points, dimensions, rows, grids, frames, shapes)
             rank = cuda.atomic.add(starts, entry, 1)
             cells[row], ranks[row] = entry, rank
             if rank == CROWD and level < REFINEMENTS:
-                note_crowd(begin, level, rows, crowded, shapes)
+                note_crowd(begin, level, rows, grids, crowded, shapes)
         elif count > 0 and ranks[row] == 0:
             starts[first_entry + entries_before(begin)] = count
 

@@ -5,11 +5,23 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from numbaknn.batches import MORE_CELLS, cloud_of, count_found, renumber, rows_of, view_of, write_edges
+from numbaknn.batches import (
+    MORE_CELLS,
+    cloud_of,
+    count_found,
+    first_cell_of,
+    renumber,
+    rows_of,
+    view_of,
+    write_edges,
+)
+from numbaknn.crowds import CROWD, places_of_crowds
+from numbaknn.geometry import CROWDS, ENTRY, FRAME_LENGTH, SHAPE_LENGTH
 from numbaknn.jit import loop, on_one_core
 from numbaknn.lists import BINS
 from numbaknn.loops import lists, neighbors
 from numbaknn.loops.binning import bin_points, measure_points
+from numbaknn.loops.crowds import refine_twice
 from numbaknn.loops.lists import list_stretch
 from numbaknn.loops.neighbors import knn_stretch
 
@@ -20,12 +32,13 @@ measure_by_one, bin_by_one = on_one_core(measure_points), on_one_core(bin_points
 
 
 @loop
-def build_clouds_loop(shares, most_rows, cloud, batch, points_a_cell, limits, most_buckets, grids):
+def build_clouds_loop(shares, most_rows, cloud, batch, points_a_cell, limits, most_buckets, grids, fullest):
     """Lay the grid of every cloud of at most `most_rows` points, each by one core: clouds shares[n]..shares[n + 1] - 1 after
     one another. Every cloud has its own stretch of the table and numbers its slots from 0.
 
     cloud: points, their number, dimensions. batch: number of clouds, borders, each, cells a point. grids: table, starts,
-    frames, shapes. points_a_cell, limits, most_buckets: as in loops/binning.py.
+    frames, shapes. points_a_cell, limits, most_buckets: as in loops/binning.py. fullest: how many points the fullest cell of
+    each has.
     """
     points, rows, dimensions = cloud
     _, borders, each, cells_a_point = batch
@@ -38,15 +51,68 @@ def build_clouds_loop(shares, most_rows, cloud, batch, points_a_cell, limits, mo
             if count <= most_rows:
                 most_cells = cells_a_point * count + MORE_CELLS - 1
                 measure_by_one(own_points, dimensions, count, points_a_cell, 0.0, most_cells, limits, frame, shape, 1)
-                bin_by_one(own_points, dimensions, count, frame, shape, most_buckets, own_starts, table[4 * first :], 1)
+                fullest[number] = bin_by_one(
+                    own_points, dimensions, count, frame, shape, most_buckets, own_starts, table[4 * first :], 1
+                )
+
+
+@loop
+def refine_clouds_loop(crowded, rows, batch, entries, limits, grids):
+    """Lay finer grids over the crowds of the clouds whose numbers are in `crowded`. entries: of the first grids of all
+    clouds; those of crowds come behind them."""
+    clouds, borders, each, cells_a_point = batch
+    table, starts, frames, shapes = grids
+    # the crowds of all clouds together, as one cloud may have nearly all of them
+    crowds, of_clouds = np.empty(rows // CROWD, np.int64), np.empty(rows // CROWD, np.int64)
+    found = 0
+    for number in crowded:
+        first, count = rows_of(number, borders, each, rows)
+        first_cell, shape = first_cell_of(number, first, cells_a_point), shapes[number * SHAPE_LENGTH :]
+        shape[ENTRY] = first_cell
+        shape[CROWDS] = places_of_crowds(rows, entries, clouds, first, number)[0][0]
+        for cell in range(first_cell, first_cell + int(shape[0]) * int(shape[1]) * int(shape[2])):
+            if starts[cell + 1] - starts[cell] > CROWD:
+                crowds[found], of_clouds[found] = cell, number
+                found += 1
+    cells, spare = np.empty(rows, np.int32), np.empty(table.size, table.dtype)
+    for n in prange(found):
+        cell, number = crowds[n], of_clouds[n]
+        first, count = rows_of(number, borders, each, rows)
+        refine_twice(
+            starts[cell],
+            starts[cell + 1],
+            count,
+            places_of_crowds(rows, entries, clouds, first, number),
+            table[4 * first :],
+            frames[number * FRAME_LENGTH :],
+            shapes[number * SHAPE_LENGTH :],
+            starts,
+            limits,
+            cells[first:],
+            spare[4 * first :],
+        )
 
 
 @loop
 def knn_in_clouds_loop(
-    count, queries, among_themselves, cloud, batch, asked, grids, limit, bounded, k, slots, squared, shrink, found
+    count,
+    queries,
+    among_themselves,
+    cloud,
+    batch,
+    asked,
+    grids,
+    crowded,
+    limit,
+    bounded,
+    k,
+    slots,
+    squared,
+    shrink,
+    found,
 ):
-    """Answer all queries, each in its own cloud. asked: borders and each of the queries; the others are those of
-    build_clouds_loop and of knn_loop."""
+    """Answer all queries, each in its own cloud. asked: borders and each of the queries. crowded: None if no cloud has
+    crowds. The others are those of build_clouds_loop and of knn_loop."""
     points, rows, dimensions = cloud
     clouds, borders, each, cells_a_point = batch
     query_borders, query_each = asked
@@ -68,7 +134,7 @@ def knn_in_clouds_loop(
                 among_themselves,
                 (own_points, own_count, dimensions),
                 (table[4 * first :], own_starts, frame, shape),
-                None,
+                crowded,
                 limit,
                 bounded,
                 k,
@@ -84,7 +150,7 @@ def knn_in_clouds_loop(
 
 @loop
 def list_in_clouds_loop(
-    count, queries, among_themselves, cloud, batch, asked, grids, limit, bounded, k, squared, mantissa, found
+    count, queries, among_themselves, cloud, batch, asked, grids, crowded, limit, bounded, k, squared, mantissa, found
 ):
     """The same with lists of any length."""
     points, rows, dimensions = cloud
@@ -109,7 +175,7 @@ def list_in_clouds_loop(
                 among_themselves,
                 (own_points, own_count, dimensions),
                 (table[4 * first :], own_starts, frame, shape),
-                None,
+                crowded,
                 limit,
                 bounded,
                 k,

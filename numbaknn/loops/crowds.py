@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numba import prange
 
-from numbaknn.crowds import CROWD, cell_in_crowd, entries_before, first_record, lay_crowd
+from numbaknn.crowds import CROWD, cell_in_crowd, entries_before, lay_crowd, places_of_crowds
 from numbaknn.geometry import CROWDED, EXTENT, FRAME_LENGTH, LOW, SHAPE_LENGTH
 from numbaknn.jit import loop, part_of_loop
 from numbaknn.lanes import load_point, store_point
@@ -26,18 +26,19 @@ def box_of_stretch(table, begin, end, frame):
 
 
 @part_of_loop
-def refine(begin, end, rows, level, entries, table, frames, shapes, starts, limits, cells, spare):
-    """Lay a grid over the crowd in the slots begin..end - 1 and put its points into the order of its cells, those of one
-    cell in the order in which they are; the number of its cells and the first of their entries.
+def refine(begin, end, rows, places, level, table, frames, shapes, starts, limits, cells, spare):
+    """Lay a grid over the crowd in the slots begin..end - 1 of a cloud of so many rows, and put its points into the order of
+    its cells, those of one cell in the order in which they are; the shape of that grid and the first of its entries.
 
-    entries: where those of the level begin. cells, spare: workspace for a number and for a packed point a slot.
+    places: (record, entry) at which the records and the entries of this cloud's crowds begin, for each level and the one
+    behind it. cells, spare: workspace for a number and for a packed point a slot.
     """
-    record = first_record(level, rows) + begin // CROWD
+    first_record, first_entry = places[level - 1]
+    record = first_record + begin // CROWD
     frame, shape = frames[record * FRAME_LENGTH :], shapes[record * SHAPE_LENGTH :]
     box_of_stretch(table, begin, end, frame)
-    first = entries + entries_before(begin)
-    crowds = first_record(level + 1, rows) - record
-    lay_crowd(frame, shape, end - begin, first, crowds, limits[0], limits[1], limits[2])
+    first = first_entry + entries_before(begin)
+    lay_crowd(frame, shape, end - begin, first, places[level][0] - record, limits[0], limits[1], limits[2])
     count = int(shape[0]) * int(shape[1]) * int(shape[2])
     for entry in range(first, first + count + 1):
         starts[entry] = 0
@@ -60,21 +61,25 @@ def refine(begin, end, rows, level, entries, table, frames, shapes, starts, limi
     for entry in range(first + count, first, -1):
         starts[entry] = starts[entry - 1]
     starts[first] = begin
-    return count, first
+    return shape, first, first + count
+
+
+@part_of_loop
+def refine_twice(begin, end, rows, places, table, frames, shapes, starts, limits, cells, spare):
+    """Refine the crowd in the slots begin..end - 1, and the crowds that are left within it."""
+    work = table, frames, shapes, starts, limits, cells, spare
+    shape, first, last = refine(begin, end, rows, places, 1, *work)
+    for entry in range(first, last):
+        inner, behind = starts[entry], starts[entry + 1]
+        if behind - inner > CROWD:
+            shape[CROWDED] = 1
+            refine(inner, behind, rows, places, 2, *work)
 
 
 @loop
-def refine_loop(crowds, rows, entries, level_entries, table, frames, shapes, starts, limits):
-    """Refine the crowds, and the crowds that are left within them. crowds: cells of the first grid. entries: where those of
-    the finer ones begin; level_entries: how many a level has. limits: as in measure_points."""
+def refine_loop(crowds, rows, entries, table, frames, shapes, starts, limits):
+    """Refine the crowds of a cloud. crowds: cells of the first grid, which has `entries`. limits: as in measure_points."""
     cells, spare = np.empty(rows, np.int32), np.empty(table.size, table.dtype)
     for number in prange(crowds.size):
-        cell = crowds[number]
-        begin, end = starts[cell], starts[cell + 1]
-        count, first = refine(begin, end, rows, 1, entries, table, frames, shapes, starts, limits, cells, spare)
-        for entry in range(first, first + count):
-            inner, last = starts[entry], starts[entry + 1]
-            if last - inner > CROWD:
-                shapes[(first_record(1, rows) + begin // CROWD) * SHAPE_LENGTH + CROWDED] = 1
-                deeper = entries + level_entries
-                refine(inner, last, rows, 2, deeper, table, frames, shapes, starts, limits, cells, spare)
+        cell, places = crowds[number], places_of_crowds(rows, entries, 1, 0, 0)
+        refine_twice(starts[cell], starts[cell + 1], rows, places, table, frames, shapes, starts, limits, cells, spare)

@@ -14,21 +14,26 @@ from numba.np.numpy_support import from_dtype
 
 from numbaknn.batches import MORE_CELLS, first_cell_of
 from numbaknn.block import COUNTS_A_THREAD
+from numbaknn.crowds import CROWD, REFINEMENTS, most_crowds
 from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.kernels import balls as sums
 from numbaknn.kernels import batches as stages
 from numbaknn.kernels import binning
+from numbaknn.kernels.crowds import BOX_LENGTH
+from numbaknn.kernels.neighbors import CROWD_THREADS
 from numbaknn.launch import Launch, read
 from numbaknn.loops import batches as loops
 from numbaknn.loops import binning as binning_loops
 from numbaknn.plans.balls import SCAN_THREADS
 from numbaknn.plans.neighbors import (
     BINNING_THREADS,
+    LIST_BLOCKS,
     LIST_BYTES,
     LONGEST_ON_HOST,
     MOST_BLOCKS,
     MOST_BUCKETS,
     MOST_KEPT_ROWS,
+    MULTIPROCESSORS,
     ONE_BLOCK,
     POINTS_A_CELL,
     POINTS_A_CHUNK,
@@ -36,11 +41,17 @@ from numbaknn.plans.neighbors import (
     DeviceCall,
     DeviceGrid,
     HostGrid,
+    crowd_blocks,
+    crowd_capacity,
+    crowd_launches,
+    finer_entries,
     keep_if_captured,
     list_threads,
     mantissa_of,
+    records,
     run_kept,
     shrink_of,
+    slots_and_shrink,
     square_limit,
 )
 from numbaknn.search import PACE
@@ -51,22 +62,41 @@ LEAST_THREADS = 64
 # Blocks for all clouds together: where there are few clouds, each is worked on by several.
 BLOCKS = 2 * MOST_BLOCKS
 
+# Crowds of a cloud with more points than this get finer grids, which are fourteen launches: in a smaller cloud all points
+# are looked at in about that time. Where only the device knows how large the clouds are, so many of all take its place.
+LARGEST_UNREFINED, MOST_UNREFINED = 4096, 32768
+
 # The longest lists that a GPU keeps in registers, by the bytes of a real: in double precision a list of 32, and all that
 # says where a cloud is, are more than the 255 that there are.
 LONGEST_ON_DEVICE = {4: CAPACITIES[-1], 8: CAPACITIES[-2]}
 
 
 class Layout(NamedTuple):
-    """How many clouds a batch has, and how many points and queries each: 0 where that is up to borders."""
+    """How many clouds a batch has, and how many points and queries each: 0 where that is up to borders. refined: whether
+    crowds get finer grids on a device."""
 
     clouds: int
     each: int = 0
     query_each: int = 0
+    refined: bool = False
+
+
+def regular_layout(clouds, each, query_each):
+    """The layout of clouds of one size."""
+    return Layout(clouds, each, query_each, each > LARGEST_UNREFINED)
+
+
+def ragged_layout(rows, clouds, borders=None):
+    """The layout of clouds of any sizes. borders: those between them, where the host has them."""
+    if borders is None:
+        return Layout(clouds, refined=rows > MOST_UNREFINED)
+    return Layout(clouds, refined=int(np.diff(borders).max(initial=0)) > LARGEST_UNREFINED)
 
 
 def cells_a_point(rows, clouds):
-    """Cells that a cloud may have for each of its points; all of them are numbered in 32 bits."""
-    return min(MOST_CELLS_A_POINT, (MOST_CELLS - MORE_CELLS * clouds) // max(rows, 1))
+    """Cells that a cloud may have for each of its points; all of them, and those of crowds, are numbered in 32 bits."""
+    finer = REFINEMENTS * finer_entries(rows, clouds)
+    return min(MOST_CELLS_A_POINT, (MOST_CELLS - MORE_CELLS * clouds - finer) // max(rows, 1))
 
 
 def limits_of(dtype):
@@ -85,12 +115,12 @@ class HostClouds:
         self._query_borders = none if query_borders is None else query_borders
         clouds = layout.clouds
         self._cells_a_point = cells_a_point(rows, clouds)
-        cells = first_cell_of.py_func(clouds, rows, self._cells_a_point)
+        self._entries = first_cell_of.py_func(clouds, rows, self._cells_a_point)
         self._grids = (
             np.zeros(4 * (rows + PACE - 1), dtype),
-            np.empty(cells, np.int32),
-            np.empty(clouds * FRAME_LENGTH, dtype),
-            np.empty(clouds * SHAPE_LENGTH, np.int32),
+            np.empty(self._entries + REFINEMENTS * finer_entries(rows, clouds), np.int32),
+            np.empty(records(rows, clouds) * FRAME_LENGTH, dtype),
+            np.empty(records(rows, clouds) * SHAPE_LENGTH, np.int32),
         )
 
     @property
@@ -108,13 +138,22 @@ class HostClouds:
         most_rows = 2 * POINTS_A_CHUNK - 1
         limits = limits_of(self.dtype)
         cloud = points, self.rows, self.dimensions
-        loops.build_clouds_loop(shares, most_rows, cloud, self._batch, POINTS_A_CELL, limits, MOST_BUCKETS, self._grids)
+        fullest = np.zeros(clouds, np.int64)
+        loops.build_clouds_loop(
+            shares, most_rows, cloud, self._batch, POINTS_A_CELL, limits, MOST_BUCKETS, self._grids, fullest
+        )
         for number in np.flatnonzero(np.diff(borders) > most_rows):
-            self._build_large(int(number), int(borders[number]), int(borders[number + 1]), limits)
+            first, last = int(borders[number]), int(borders[number + 1])
+            fullest[number] = self._build_large(int(number), first, last, limits)
+        self._crowded = None
+        if fullest.max(initial=0) > CROWD:
+            self._crowded = True
+            crowded = np.flatnonzero(fullest > CROWD)
+            loops.refine_clouds_loop(crowded, self.rows, self._batch, self._entries, limits, self._grids)
         return self
 
     def _build_large(self, number, first, last, limits):
-        """Lay the grid of one cloud with all cores."""
+        """Lay the grid of one cloud with all cores; how many points the fullest cell has."""
         rows, dimensions = last - first, self.dimensions
         table, starts, frames, shapes = self._grids
         cells = self._cells_a_point * rows + MORE_CELLS - 1
@@ -124,7 +163,7 @@ class HostClouds:
         chunks = min(rows // POINTS_A_CHUNK, 4 * numba.get_num_threads())
         cloud = self.points[first * dimensions : last * dimensions], dimensions, rows
         binning_loops.measure_points(*cloud, POINTS_A_CELL, 0.0, cells, limits, frame, shape, chunks)
-        binning_loops.bin_points(*cloud, frame, shape, MOST_BUCKETS, starts, table[4 * first :], chunks)
+        return binning_loops.bin_points(*cloud, frame, shape, MOST_BUCKETS, starts, table[4 * first :], chunks)
 
     def query(self, queries, count, options, distances, indices):
         """Fill the flat outputs with the k nearest of each query in its cloud; queries=None asks for the points
@@ -139,6 +178,7 @@ class HostClouds:
             self._batch,
             (self._borders, layout.each) if among_themselves else (self._query_borders, layout.query_each),
             self._grids,
+            self._crowded,
             square_limit(options.bound, self.dtype),
             options.bound != np.inf,
             options.k,
@@ -146,7 +186,7 @@ class HostClouds:
         if options.k > LONGEST_ON_HOST:
             loops.list_in_clouds_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
-            slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
+            slots, shrink = slots_and_shrink(options, self.dtype, self._crowded)
             loops.knn_in_clouds_loop(*asked, slots, options.squared, shrink, (distances, indices))
 
 
@@ -157,14 +197,20 @@ class DeviceClouds:
         self.points, self.rows, self.dimensions, self.dtype = points, rows, dimensions, np.dtype(dtype)
         self.device_bytes = 0
         self._library, self._layout = library, layout
-        none = self._empty(1, np.int64) if borders is None or query_borders is None else None
-        self._borders = none if borders is None else borders
-        self._query_borders = none if query_borders is None else query_borders
-        self._cells_a_point = cells_a_point(rows, layout.clouds)
+        clouds = layout.clouds
+        self._given = self._empty(1, np.int64) if borders is None else borders
+        # what the launches go by: the borders as the first of them has put them right
+        self._borders = self._given if borders is None else self._empty(clouds + 1, np.int64)
+        self._query_borders = self._given if query_borders is None else query_borders
+        self._cells_a_point = cells_a_point(rows, clouds)
+        self._entries = first_cell_of.py_func(clouds, rows, self._cells_a_point)
+        finer = REFINEMENTS * finer_entries(rows, clouds) if layout.refined else 0
+        grids = records(rows, clouds) if layout.refined else clouds
         self._table = self._empty(4 * (rows + PACE - 1), self.dtype)
-        self._starts = self._empty(first_cell_of.py_func(layout.clouds, rows, self._cells_a_point), np.int32)
-        self._frames = self._empty(layout.clouds * FRAME_LENGTH, self.dtype)
-        self._shapes = self._empty(layout.clouds * SHAPE_LENGTH, np.int32)
+        self._starts = self._empty(self._entries + finer, np.int32)
+        self._frames = self._empty(grids * FRAME_LENGTH, self.dtype)
+        self._shapes = self._empty(grids * SHAPE_LENGTH, np.int32)
+        self._crowded = self._empty(REFINEMENTS, np.int32)
         self.launches = self._stages()
 
     def _empty(self, length, dtype):
@@ -174,58 +220,70 @@ class DeviceClouds:
 
     def _stages(self):
         """The launches of the build."""
-        rows, clouds, each = self.rows, self._layout.clouds, self._layout.each
+        rows, clouds, each, refined = self.rows, self._layout.clouds, self._layout.each, self._layout.refined
         threads = LEAST_THREADS
         while 2 * threads <= BINNING_THREADS and threads * binning.POINTS_A_THREAD * clouds < rows:
             threads *= 2
-        # even if all points are in one cloud
-        enough = -(-rows // (threads * binning.POINTS_A_THREAD))
-        parts = max(1, min(BLOCKS // clouds, enough))
-        items = clouds * parts * threads
+        # rows of a block, a power of two
+        block_bits = (max(threads, -(-rows // BLOCKS)) - 1).bit_length()
+        items = ((rows >> block_bits) + clouds) * threads
         bounds = self._empty(clouds * binning.BOUNDS_LENGTH, np.int64)
         marks = self._empty(clouds * binning.MARKS_LENGTH, np.int32)
         cells, ranks = self._empty(rows, np.int32), self._empty(rows, np.int32)
-        starts, entries = self._starts, self._starts.size
+        starts, entries = self._starts, self._entries
         tile = BINNING_THREADS * COUNTS_A_THREAD
         tiles = -(-entries // tile)
-        sums_of_tiles = self._empty(tiles, np.int32)
-        points = self.points, self.dimensions, rows, parts, self._borders, each
-        own, grids = (rows, self._borders, each, self._cells_a_point), (self._frames, self._shapes)
+        sums = self._empty(max(tiles, -(-finer_entries(rows, clouds) // tile)), np.int32)
+        batch, grids, crowded = (clouds, self._borders, each), (self._frames, self._shapes), self._crowded
+        points = self.points, self.dimensions, rows
+        shared, sorting = (*points, block_bits, *batch), (starts, cells, ranks)
+        right = self._given, clouds, rows, each, entries, self._borders
+        laid = rows, *batch, self._cells_a_point, POINTS_A_CELL, *limits_of(self.dtype)
+        most_in_cell = CROWD if refined else rows
         cleared = min(max(entries, marks.size), MOST_BLOCKS * BINNING_THREADS)
+        finer = (
+            crowd_launches(
+                points,
+                batch,
+                entries,
+                limits_of(self.dtype),
+                crowded,
+                self._empty(BOX_LENGTH * REFINEMENTS * most_crowds.py_func(rows, clouds), np.int64),
+                grids,
+                sorting,
+                sums,
+                self._table,
+            )
+            if refined
+            else []
+        )
         return [
-            Launch(stages.clear_clouds_kernel, cleared, BINNING_THREADS, bounds, marks, starts),
-            Launch(stages.bounds_of_clouds_kernel, items, threads, *points, bounds),
-            Launch(stages.lattices_of_clouds_kernel, items, threads, *points, bounds, marks),
+            Launch(stages.clear_clouds_kernel, cleared, BINNING_THREADS, *right, bounds, marks, crowded, starts),
+            Launch(stages.bounds_of_clouds_kernel, items, threads, *shared, bounds),
+            Launch(stages.lattices_of_clouds_kernel, items, threads, *shared, bounds, marks),
             Launch(
-                stages.frames_of_clouds_kernel,
-                clouds * BINNING_THREADS,
-                BINNING_THREADS,
-                bounds,
-                marks,
-                *own,
-                POINTS_A_CELL,
-                *limits_of(self.dtype),
-                *grids,
+                stages.frames_of_clouds_kernel, clouds * BINNING_THREADS, BINNING_THREADS, bounds, marks, *laid, *grids
             ),
             Launch(
                 stages.cells_of_clouds_kernel,
                 items,
                 threads,
-                *points,
+                *shared,
                 self._cells_a_point,
+                most_in_cell,
                 *grids,
-                starts,
-                cells,
-                ranks,
+                *sorting,
+                crowded,
             ),
-            Launch(stages.scan_all_cells_kernel, tiles * BINNING_THREADS, BINNING_THREADS, starts, sums_of_tiles),
-            Launch(binning.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums_of_tiles, tiles),
-            Launch(stages.add_to_all_cells_kernel, entries, BINNING_THREADS, rows, starts, sums_of_tiles, tile),
-            Launch(stages.scatter_clouds_kernel, items, threads, *points, starts, cells, ranks, self._table),
+            Launch(stages.scan_all_cells_kernel, tiles * BINNING_THREADS, BINNING_THREADS, entries, starts, sums),
+            Launch(binning.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums, tiles),
+            Launch(stages.add_to_all_cells_kernel, entries, BINNING_THREADS, entries, starts, sums, tile),
+            *finer,
+            Launch(stages.scatter_clouds_kernel, items, threads, *shared, *sorting, self._table),
         ]
 
     def query_launches(self, queries, count, options, distances, indices):
-        """The prepared launch of a query; queries=None asks for the points themselves."""
+        """The prepared launches of a query; queries=None asks for the points themselves."""
         among_themselves = queries is None
         k, dtype, layout = options.k, self.dtype, self._layout
         asked = (
@@ -249,21 +307,36 @@ class DeviceClouds:
             k,
             options.squared,
         )
+        answer = distances, indices
+        # what is asked of clouds without crowds, and what of the others: the device knows which there are
         if k > LONGEST_ON_DEVICE[dtype.itemsize]:
             threads, room = list_threads(k), k + k // 8 + 16
             shared_bytes = room * (dtype.itemsize + 4)
             asked = *asked, among_themselves, mantissa_of(dtype)
             if shared_bytes > LIST_BYTES:
-                kernel = stages.long_list_in_clouds_kernel
-                return [Launch(kernel, count * threads, threads, *asked, distances, indices)]
-            kernel = stages.list_in_clouds_kernel(from_dtype(dtype))
-            return [
-                Launch(kernel, count * threads, threads, *asked, room, distances, indices, shared_bytes=shared_bytes)
-            ]
+                kernels, shared_bytes = (
+                    (stages.long_list_in_clouds_kernel, stages.long_list_in_crowded_clouds_kernel),
+                    0,
+                )
+            else:
+                made = stages.list_in_clouds_kernel, stages.list_in_crowded_clouds_kernel
+                kernels, asked = [make(from_dtype(dtype)) for make in made], (*asked, room)
+            launches = [Launch(kernels[0], count * threads, threads, *asked, *answer, shared_bytes=shared_bytes)]
+            if layout.refined:
+                items = min(count, MULTIPROCESSORS * LIST_BLOCKS) * threads
+                asked = *asked, self._crowded
+                launches.append(Launch(kernels[1], items, threads, *asked, *answer, shared_bytes=shared_bytes))
+            return launches
         shrink = shrink_of(options.eps, dtype)
         kernel = stages.knn_in_clouds_kernel(capacity(k), among_themselves, shrink is not None)
-        shrink = dtype.type(1) if shrink is None else shrink
-        return [Launch(kernel, count, QUERY_THREADS, *asked, shrink, distances, indices)]
+        asked = *asked, dtype.type(1) if shrink is None else shrink
+        launches = [Launch(kernel, count, QUERY_THREADS, *asked, *answer)]
+        if layout.refined:
+            blocks = crowd_blocks(k, dtype)
+            kernel = stages.knn_in_crowded_clouds_kernel(crowd_capacity(k), blocks, among_themselves)
+            items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
+            launches.append(Launch(kernel, items, CROWD_THREADS, *asked, self._crowded, *answer))
+        return launches
 
 
 def host_grids(rows, dimensions, dtype, layout, borders):

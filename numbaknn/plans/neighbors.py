@@ -117,16 +117,27 @@ def crowd_blocks(k, dtype):
     return 4 if k <= 8 else 3
 
 
+def finer_entries(rows, grids=1):
+    """Entries of the crowds of one level, of one cloud or of a batch."""
+    return level_entries.py_func(rows, grids)
+
+
+def records(rows, grids=1):
+    """Grids in the arrays of a grid over so many points, or of the grids of a batch: these, and the finer ones that their
+    crowds may have."""
+    return grids + REFINEMENTS * most_crowds.py_func(rows, grids)
+
+
 def most_cells(rows):
     """The largest grid for so many points: its cells and those of its crowds are numbered together."""
-    return min(max(MOST_CELLS_A_POINT * rows, 64), MOST_CELLS - REFINEMENTS * level_entries.py_func(rows))
+    return min(max(MOST_CELLS_A_POINT * rows, 64), MOST_CELLS - REFINEMENTS * finer_entries(rows))
 
 
 def check_workspace(rows, dtype, library):
     """Raise, with the arithmetic, if a grid over so many points can't be numbered, or `library` has no memory for it."""
     if rows > MOST_ROWS:
         raise ValueError(f"points must have at most {MOST_ROWS:,} rows, came with {rows:,}")
-    cells = most_cells(rows) + REFINEMENTS * level_entries.py_func(rows)
+    cells = most_cells(rows) + REFINEMENTS * finer_entries(rows)
     kinds = (4 * np.dtype(dtype).itemsize, "table"), (4 * -(-cells // max(rows, 1)), "cells"), (8, "places")
     check_fits(
         f"a grid over {rows:,} points ({', '.join(name for _, name in kinds)})",
@@ -173,6 +184,14 @@ def shrink_of(eps, dtype):
     return real(exact) if float(real(exact)) >= exact else np.nextafter(real(exact), real(1))
 
 
+def slots_and_shrink(options, dtype, crowded):
+    """What the CPU loops take for the length of a list and for its eps: fewer forms of them are compiled for crowds."""
+    slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, dtype)
+    if crowded:
+        return (0,) * crowd_capacity(options.k), np.dtype(dtype).type(1) if shrink is None else shrink
+    return slots, shrink
+
+
 def mantissa_of(dtype):
     """The bits of a real behind the point."""
     return int(np.finfo(dtype).nmant)
@@ -186,9 +205,39 @@ def list_threads(k, most=MOST_THREADS):
     return threads
 
 
-def records(rows):
-    """Grids in the arrays of a grid over so many points: itself, and the finer ones that its crowds may have."""
-    return 1 + REFINEMENTS * most_crowds.py_func(rows)
+def crowd_launches(cloud, clouds, first_entry, limits, crowded, boxes, grids, sorting, sums, table):
+    """The launches that lay finer grids over crowds, whose entries begin at `first_entry` of the starts.
+
+    cloud: points, dimensions, rows. clouds: how many, borders, each, as in batches.py. grids: frames, shapes. sorting:
+    starts, and of each row its cell and its rank there. table: not yet written, so there is room in it for the order of the
+    points.
+    """
+    (points, dimensions, rows), (starts, cells, ranks), count = cloud, sorting, clouds[0]
+    threads, entries, order = BINNING_THREADS, finer_entries(rows, count), table.viewed(np.int32)
+    tile = threads * COUNTS_A_THREAD
+    tiles, crowds = -(-entries // tile), most_crowds.py_func(rows, count)
+    # few blocks, each for one stretch after another: mostly there is nothing to do, and then it is they that take time
+    most_items = min(rows, 4 * MOST_BLOCKS * threads)
+    lanes = -(-rows // (WARP * crowd_stages.POINTS_A_LANE)) * WARP
+    launches = []
+    for level in range(1, REFINEMENTS + 1):
+        own = level, first_entry, entries
+        ordered = rows, count, *own, crowded, cells, ranks, order, boxes, starts
+        bounded = points, dimensions, level, crowded, rows, count, starts, cells, order, boxes
+        laid = rows, count, level, first_entry, *limits, crowded, boxes, *grids
+        placed = points, dimensions, rows, *clouds, level, first_entry, *grids, crowded, starts, cells, ranks
+        added = *own, tile, crowded, sums, starts
+        launches += [
+            Launch(crowd_stages.order_of_points_kernel, most_items, threads, *ordered),
+            Launch(crowd_stages.bounds_of_crowds_kernel, lanes, threads, *bounded),
+            Launch(crowd_stages.frames_of_crowds_kernel, crowds, threads, *laid),
+            Launch(crowd_stages.cells_of_crowds_kernel, most_items, threads, *placed),
+            Launch(crowd_stages.scan_tiles_of_crowds_kernel, tiles * threads, threads, *own, crowded, starts, sums),
+            Launch(crowd_stages.scan_sums_of_crowds_kernel, ONE_BLOCK, ONE_BLOCK, level, tiles, crowded, sums),
+            Launch(crowd_stages.add_sums_of_crowds_kernel, most_items, threads, *added),
+        ]
+        first_entry += entries
+    return launches
 
 
 class HostGrid:
@@ -213,8 +262,7 @@ class HostGrid:
             *cloud, POINTS_A_CELL, self.cell_size, cells, limits, self.frame, self.shape, chunks
         )
         cell_count = int(np.prod(self.shape[:3].astype(np.int64)))
-        finer = level_entries.py_func(self.rows)
-        entries = cell_count + 1 + REFINEMENTS * finer
+        entries = cell_count + 1 + REFINEMENTS * finer_entries(self.rows)
         if entries > self._starts.size:
             self._starts = np.empty(entries, np.int32)
         self.starts = self._starts
@@ -224,7 +272,7 @@ class HostGrid:
         if fullest > CROWD:
             self.crowded = True
             crowds = np.flatnonzero(np.diff(self.starts[: cell_count + 1]) > CROWD)
-            crowd_loops.refine_loop(crowds, self.rows, cell_count + 1, finer, self.table, *grid, self.starts, limits)
+            crowd_loops.refine_loop(crowds, self.rows, cell_count + 1, self.table, *grid, self.starts, limits)
         return self
 
     def query(self, queries, count, options, distances, indices):
@@ -242,9 +290,7 @@ class HostGrid:
         if options.k > LONGEST_ON_HOST:
             list_loop(*asked, *wanted, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
-            slots, shrink = (0,) * capacity(options.k), shrink_of(options.eps, self.dtype)
-            if self.crowded:
-                slots, shrink = (0,) * crowd_capacity(options.k), self.dtype.type(1) if shrink is None else shrink
+            slots, shrink = slots_and_shrink(options, self.dtype, self.crowded)
             knn_loop(*asked, *wanted, slots, options.squared, shrink, (distances, indices))
 
 
@@ -268,9 +314,9 @@ class DeviceGrid:
         self.frame = self._empty(FRAME_LENGTH * records(rows), self.dtype)
         self.shape = self._empty(SHAPE_LENGTH * records(rows), np.int32)
         self.table = self._empty(4 * (rows + PACE - 1), self.dtype)
-        self._finer_entries = level_entries.py_func(rows)
+        self._finer_entries = finer_entries(rows)
         self.starts = self._empty(cells + 1 + REFINEMENTS * self._finer_entries, np.int32)
-        self._boxes = self._empty(crowd_stages.BOX_LENGTH * REFINEMENTS * most_crowds.py_func(rows), np.int64)
+        self._boxes = self._empty(crowd_stages.BOX_LENGTH * REFINEMENTS * most_crowds.py_func(rows, 1), np.int64)
         make = self._small_stages if small else self._large_stages
         aim = POINTS_A_CELL if small else POINTS_A_CELL_OF_MANY
         self.launches = make(cells, (aim, float(cell_size), cells, *limits))
@@ -300,7 +346,7 @@ class DeviceGrid:
         tile = threads * COUNTS_A_THREAD
         tiles = cells // tile + 1  # of the cells and the entry behind them
         sums = self._empty(max(tiles, self._finer_entries // tile + 1), np.int32)
-        crowded = self._empty(REFINEMENTS, np.int32)
+        crowded, nobody = self._empty(REFINEMENTS, np.int32), self._empty(1, np.int64)
         bounds = self._empty(stages.BOUNDS_LENGTH, np.int64)
         marks = self._empty(stages.MARKS_LENGTH, np.int32)
         cells_of_rows, ranks = self._empty(rows, np.int32), self._empty(rows, np.int32)
@@ -316,67 +362,24 @@ class DeviceGrid:
             Launch(stages.scan_tiles_kernel, tiles * threads, threads, starts, self.shape, sums),
             Launch(stages.scan_sums_kernel, ONE_BLOCK, ONE_BLOCK, sums, tiles),
             Launch(stages.add_sums_kernel, cells + 1, threads, starts, self.shape, sums, tile),
-            *self._crowd_stages(cells + 1, choice[-3:], crowded, sums, cells_of_rows, ranks),
+            *crowd_launches(
+                cloud,
+                (1, nobody, rows),
+                cells + 1,
+                choice[-3:],
+                crowded,
+                self._boxes,
+                grid,
+                (starts, cells_of_rows, ranks),
+                sums,
+                self.table,
+            ),
             self._scatter(cells_of_rows, ranks, threads),
         ]
 
-    def _crowd_stages(self, first_entry, limits, crowded, sums, cells_of_rows, ranks):
-        """What lays finer grids over crowds, from `first_entry` of the starts on."""
-        rows, threads, entries = self.rows, BINNING_THREADS, self._finer_entries
-        cloud, grid, starts, boxes = (
-            (self.points, self.dimensions, rows),
-            (self.frame, self.shape),
-            self.starts,
-            self._boxes,
-        )
-        tile = threads * COUNTS_A_THREAD
-        tiles, crowds = -(-entries // tile), most_crowds.py_func(rows)
-        # few blocks, each for one stretch after another: mostly there is nothing to do, and then it is they that take time
-        most_items = min(rows, 4 * MOST_BLOCKS * threads)
-        lanes = -(-rows // (WARP * crowd_stages.POINTS_A_LANE)) * WARP
-        # the table is written last: until then there is room for the order of the points
-        order = self.table.viewed(np.int32)
-        launches = []
-        for level in range(1, REFINEMENTS + 1):
-            here = first_entry, entries
-            laid = level, first_entry, *limits, crowded, boxes, *grid
-            placed = level, first_entry, *grid, crowded, starts, cells_of_rows, ranks
-            ordered = level, *here, crowded, cells_of_rows, ranks, order, boxes, starts
-            bounded, sorted_rows = (*cloud[:2], level, crowded, rows), (starts, cells_of_rows, order)
-            launches += [
-                Launch(crowd_stages.order_of_points_kernel, most_items, threads, rows, *ordered),
-                Launch(crowd_stages.bounds_of_crowds_kernel, lanes, threads, *bounded, *grid, *sorted_rows, boxes),
-                Launch(crowd_stages.frames_of_crowds_kernel, crowds, threads, rows, *laid),
-                Launch(crowd_stages.cells_of_crowds_kernel, most_items, threads, *cloud, *placed),
-                Launch(
-                    crowd_stages.scan_tiles_of_crowds_kernel,
-                    tiles * threads,
-                    threads,
-                    level,
-                    *here,
-                    crowded,
-                    starts,
-                    sums,
-                ),
-                Launch(crowd_stages.scan_sums_of_crowds_kernel, ONE_BLOCK, ONE_BLOCK, level, tiles, crowded, sums),
-                Launch(
-                    crowd_stages.add_sums_of_crowds_kernel,
-                    most_items,
-                    threads,
-                    level,
-                    *here,
-                    tile,
-                    crowded,
-                    sums,
-                    starts,
-                ),
-            ]
-            first_entry += entries
-        return launches
-
     def _scatter(self, cells_of_rows, ranks, threads):
         """The last stage."""
-        arguments = self.points, self.dimensions, self.rows, self.shape, self.starts, cells_of_rows, ranks, self.table
+        arguments = self.points, self.dimensions, self.rows, self.starts, cells_of_rows, ranks, self.table
         return Launch(stages.scatter_kernel, self.rows, threads, *arguments)
 
     def point(self, points):
