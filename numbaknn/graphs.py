@@ -94,41 +94,48 @@ def knn_graph(
         _check_finite(points, values, stream)
     if rows == 0:
         return hand_back(library, library.empty((2, 0), np.int64)[0])
-    asked = rows * options.k
+    asked = values, (rows, dimensions), dtype, layout, borders, options, loop
     if target == "cpu":
-        distances, indices = np.empty(asked, dtype), np.empty(asked, np.int64)
-        own_borders = [adopted.flat(np.int64) for adopted in borders]
-        # with a loop a point is asked as any query is, of its own cloud
-        grids = host_grids(rows, dimensions, dtype, layout, 2 * own_borders).build(values)
-        grids.query(values if loop else None, rows, options, distances, indices)
-        edges = HostEdges(rows, options.k, indices, rows)
-    else:
-        if not points.on_device:
-            values = _uploaded(values, stream)
-        (_, distances), (_, indices) = workspace.empty((asked,), dtype), workspace.empty((asked,), np.int64)
-        own_borders = [_flat_borders(adopted, workspace) for adopted in borders]
-        run_batch_once(
-            (rows, dimensions),
-            layout,
-            rows,
-            options,
-            dtype,
-            workspace,
-            values,
-            values if loop else None,
-            2 * own_borders,
-            (distances, indices),
-            stream,
-        )
-        edges = DeviceEdges(rows, options.k, indices, rows, workspace, stream)
+        edges = _edges_on_host(*asked)
+        found, flat = library.empty((2, edges.count()), np.int64)
+        edges.fill(flat, found.shape[1])
+        return hand_back(library, found)
+    edges, flat = _edges_on_device(points, *asked, workspace, stream)
+    if points.on_device:
+        return hand_back(library, edges)
+    found, host = library.empty(edges.shape, np.int64)
+    if host.size:
+        host[:] = read(flat, stream)
+    return hand_back(library, found)
+
+
+def _edges_on_host(values, shape, dtype, layout, borders, options, loop):
+    """The edges of flat points in host memory, not yet written."""
+    rows, k = shape[0], options.k
+    distances, indices = np.empty(rows * k, dtype), np.empty(rows * k, np.int64)
+    own_borders = [adopted.flat(np.int64) for adopted in borders]
+    # with a loop a point is asked as any query is, of its own cloud
+    grids = host_grids(*shape, dtype, layout, 2 * own_borders).build(values)
+    grids.query(values if loop else None, rows, options, distances, indices)
+    return HostEdges(rows, k, indices, rows)
+
+
+def _edges_on_device(points, values, shape, dtype, layout, borders, options, loop, library, stream):
+    """The edges in memory of the device: an array of the library and the flat one."""
+    rows, asked = shape[0], shape[0] * options.k
+    if not points.on_device:
+        values = _uploaded(values, stream)
+    # the neighbours are found where they stay, if every point has k of them
+    (whole, flat), (_, distances) = library.empty((2, asked), np.int64), library.empty((asked,), dtype)
+    indices = flat.part(0, asked, np.int64)
+    own_borders = 2 * [_flat_borders(adopted, library) for adopted in borders]
+    queries, answer = values if loop else None, (distances, indices)
+    run_batch_once(shape, layout, rows, options, dtype, library, values, queries, own_borders, answer, stream)
+    edges = DeviceEdges(rows, options.k, indices, rows, library, stream)
+    if edges.complete(flat):
+        return whole, flat
     count = edges.count()
     found, flat = library.empty((2, count), np.int64)
-    if target == "cpu" or points.on_device:
-        if count:
-            edges.fill(flat, count)
-        return hand_back(library, found)
-    _, device_flat = workspace.empty((2 * count,), np.int64)
     if count:
-        edges.fill(device_flat, count)
-        flat[:] = read(device_flat, stream)
-    return hand_back(library, found)
+        edges.fill(flat, count)
+    return found, flat

@@ -44,7 +44,7 @@ ARRAYS = {
     types.int32: "shape shapes starts cells ranks sums marks crowded places",
     types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders given edges "
     "boxes inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds "
-    "label_frame best",
+    "label_frame best lacking",
     types.uint32: "words other_words words_in words_out order order_in order_out",
     types.float64: "means center",
     types.boolean: "flags",
@@ -54,7 +54,7 @@ SCALARS = {
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride depth clouds each query_each block_bits cells_a_point grids most_in_cell missing edge_count "
     "batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each "
-    "length tiles splits entries first_entry level slot slots column most_lanes",
+    "length tiles splits ticket entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",
     types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
@@ -252,6 +252,7 @@ KERNELS |= {
     "add_to_all_cells_kernel": Entry(batches.add_to_all_cells_kernel, (20,)),
     "scatter_clouds_kernel": Entry(batches.scatter_clouds_kernel, (32, 32), stores=1),
     "long_list_in_clouds_kernel": Entry(batches.long_list_in_clouds_kernel, (110, 136), loads=1),
+    "complete_edges_kernel": Entry(batches.complete_edges_kernel, (20,)),
     "count_edges_kernel": Entry(batches.count_edges_kernel, (14,)),
     "fill_edges_kernel": Entry(batches.fill_edges_kernel, (32,)),
 }

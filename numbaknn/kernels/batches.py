@@ -612,6 +612,17 @@ def long_list_in_crowded_clouds_kernel(
 
 
 @kernel
+def complete_edges_kernel(rows, k, edges, missing, ticket, lacking):
+    """Write the point behind each of its k neighbours; `ticket` to lacking[0] if one of those is missing. One thread an
+    edge."""
+    n = cuda.grid(1)
+    if n < rows * k:
+        edges[rows * k + n] = n // k
+        if edges[n] == missing:
+            lacking[0] = ticket
+
+
+@kernel
 def count_edges_kernel(rows, k, indices, missing, counts):
     """Count the neighbours of a point, in the entry behind the last 0. One thread an entry."""
     row = cuda.grid(1)

@@ -6,6 +6,7 @@ call is run or planned.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numba
@@ -397,6 +398,10 @@ class HostEdges:
         loops.fill_edges_loop(*self._asked, self._firsts, edges, edge_count)
 
 
+# What a call writes where a neighbour is missing. Memory that happens to hold it already costs time, and nothing else.
+_tickets = itertools.count(1)
+
+
 class DeviceEdges:
     """The same on a device, on one stream."""
 
@@ -406,6 +411,23 @@ class DeviceEdges:
 
     def _run(self, kernel, items, threads, *arguments):
         Launch(kernel, items, threads, *arguments).run(self._stream)
+
+    def complete(self, edges):
+        """Write the points behind their neighbours, which are the first half of `edges`; whether these are the edges, as
+        none is missing. The host waits for that."""
+        _, lacking = self._library.empty((1,), np.int64)
+        ticket = next(_tickets)
+        self._run(
+            stages.complete_edges_kernel,
+            edges.size // 2,
+            SCAN_THREADS,
+            *self._asked[:2],
+            edges,
+            self._missing,
+            ticket,
+            lacking,
+        )
+        return int(read(lacking, self._stream)[0]) != ticket
 
     def count(self):
         """The number of edges, for which the host waits."""
