@@ -48,26 +48,13 @@ NARROW, MIDDLE, WIDE = (1_048_576, 16), (262_144, 256), (65_536, 1_024)
 
 NORMS = [
     {},
-    {"lanes": 64, "early": True},
+    {"lanes": 64},
     {"lanes": 64, "threads": 64},
     {"lanes": 64, "threads": 256},
-    {"lanes": 32},
     {"lanes": 32, "threads": 64},
     {"lanes": 32, "threads": 256},
-    {"lanes": 32, "early": True},
-    {"lanes": 32, "rows": 2},
-    {"lanes": 32, "rows": 2, "early": True},
-    {"lanes": 64, "rows": 2, "early": True},
-    {"lanes": 32, "turns": 2},
-    {"lanes": 32, "turns": 2, "early": True},
-    {"lanes": 32, "turns": 3},
-    {"lanes": 32, "turns": 4},
-    {"lanes": 32, "turns": 2, "threads": 64},
-    {"lanes": 32, "turns": 4, "threads": 64},
     {"lanes": 96},
-    {"lanes": 96, "early": True},
     {"lanes": 192},
-    {"lanes": 192, "early": True},
 ]
 ROW_MAJOR = {
     NARROW: [
