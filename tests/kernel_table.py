@@ -257,7 +257,7 @@ KERNELS |= {
         rows.layer_norm_kernel(32, 4, True, False), (48, 78), loads=12, stores=4, scalars="eps"
     ),
     "layer_norm_kernel[64 x 3]": Entry(
-        rows.layer_norm_kernel(64, 3, True, True), (40, 65), loads=9, stores=3, scalars="eps"
+        rows.layer_norm_kernel(64, 3, True, True), (32, 65), loads=9, stores=3, scalars="eps"
     ),
     "layer_norm_kernel[32 x 6]": Entry(
         rows.layer_norm_kernel(32, 6, True, True), (46, 78), loads=18, stores=6, scalars="eps"
