@@ -20,10 +20,9 @@ from pathlib import Path
 
 import cupy
 import numpy as np
-from score_rows import BYTES_A_SECOND, REPEATS, REPLAYS, Page, gpu_times
+from timing import BYTES_A_SECOND, REPEATS, REPLAYS, Page, flat_of, gpu_times
 
 import numbaknn
-from numbaknn.launch import Flat
 from numbaknn.plans import downsampling as plans
 
 # (name, points, side of a voxel): uniform in the unit cube, or on a bumpy sphere, in no order; or all in one voxel.
@@ -163,10 +162,6 @@ def waited_times(call, most=30, patience=1.5):
     return times
 
 
-def flat_of(array):
-    return Flat(array, array.data.ptr, array.size, array.dtype)
-
-
 def stage_times(page, points, size):
     """GPU time of each launch: of a graph of the first n of them less that of the first n - 1."""
     rows = len(points)
@@ -203,8 +198,8 @@ def stage_times(page, points, size):
         if idle and name == "sort_kernel":
             page.say(f"    {len(idle)} launches of sort_kernel without a digit: {sum(idle):.1f}")
             idle = []
-        page.say(f"    {name:<56}{here:10.1f}")
-    page.say(f"    {'all, one after another':<56}{before:10.1f}   ({passes} passes)")
+        page.say(f"    {name:<60}{here:10.1f}")
+    page.say(f"    {'all, one after another':<60}{before:10.1f}   ({passes} passes)")
 
 
 def cupy_empty(length, dtype=np.int64):

@@ -24,7 +24,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 from numba import cuda, int64
-from score_rows import REPEATS, REPLAYS, Page, flat_of, gpu_times, torch_times, wall_times
+from timing import REPEATS, REPLAYS, Page, flat_of, gpu_times, torch_times, wall_times
 
 import numbaknn
 from numbaknn.jit import device
@@ -188,16 +188,9 @@ def measure_layer(page, torch, shape):
         page.row(f"numbaknn, {words}", gpu_times(calls))
     wait = cupy.cuda.Device().synchronize
     plan = numbaknn.plan(numbaknn.linear, *placed[0], activation="gelu")
-
-    def waited(call):
-        call()
-        wait()
-
-    page.row(
-        "numbaknn, a call, waited for",
-        wall_times(partial(waited, partial(numbaknn.linear, *placed[0], activation="gelu")), 50),
-    )
-    page.row("numbaknn, a plan, waited for", wall_times(partial(waited, partial(plan, *placed[0])), 50))
+    call = partial(numbaknn.linear, *placed[0], activation="gelu")
+    page.row("numbaknn, a call, waited for", wall_times(call, 50, wait))
+    page.row("numbaknn, a plan, waited for", wall_times(partial(plan, *placed[0]), 50, wait))
     if torch is None:
         return
 
@@ -207,7 +200,7 @@ def measure_layer(page, torch, shape):
     tensors = [[torch.from_numpy(array).cuda() for array in arrays] for arrays in drawn]
     page.row("PyTorch, linear", torch_times(torch, [partial(torch.nn.functional.linear, *some) for some in tensors]))
     page.row("PyTorch, linear then gelu", torch_times(torch, [partial(layer, *some) for some in tensors]))
-    page.row("PyTorch, linear then gelu, waited for", wall_times(partial(waited, partial(layer, *tensors[0])), 50))
+    page.row("PyTorch, linear then gelu, waited for", wall_times(partial(layer, *tensors[0]), 50, wait))
 
 
 @device

@@ -13,8 +13,6 @@ seconds in all. Takes a minute and a half at the first run, most of it compiling
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import time
 import warnings
 from functools import partial
@@ -23,6 +21,18 @@ from pathlib import Path
 import cupy
 import numpy as np
 from numba import cuda, float64
+from timing import (
+    BYTES_A_SECOND,
+    CACHE,
+    REPEATS,
+    REPLAYS,
+    Page,
+    flat_of,
+    gpu_times,
+    time_limit,
+    torch_times,
+    wall_times,
+)
 
 import numbaknn
 from numbaknn.jit import kernel
@@ -37,13 +47,10 @@ from numbaknn.kernels.voxels import (
     sums_of_windows,
 )
 from numbaknn.lanes import element, store_vector, zeros
-from numbaknn.launch import Flat, Launch
+from numbaknn.launch import Launch
 from numbaknn.plans.voxels import DevicePool, Pool
 from numbaknn.pooling import LANES, OF_POINTS, QUAD, REDUCTIONS, middle_of, voxel_of
 
-BYTES_A_SECOND = 4.3e12
-CACHE = 60 << 20
-REPEATS, REPLAYS = 20, 15
 NOWHERE = OF_POINTS, (0.0, 0.0, 0.0)
 
 # (batch, points, channels, channels of the layer or 0, voxels along an axis)
@@ -53,54 +60,7 @@ LARGE = (16, 16_384, 64, 64, 64)
 LARGE_PLAIN = (16, 16_384, 64, 0, 64)
 
 
-class Page:
-    """What is printed is kept."""
-
-    def __init__(self, path):
-        self.path, self.lines = path, []
-        self.start = time.perf_counter()
-
-    def say(self, line=""):
-        print(line, flush=True)
-        self.lines.append(line)
-        if self.path:
-            self.path.write_text("\n".join(self.lines) + "\n")
-
-    def row(self, name, times, floor=None):
-        low, median, high = np.percentile(1e6 * np.asarray(times), [25, 50, 75])
-        of_floor = f"   {floor / median:6.1%} of the floor" if floor else ""
-        self.say(f"  {name:<62}{median:10.1f}  ({low:.1f} to {high:.1f}){of_floor}")
-        return median
-
-    def title(self, text):
-        self.say(f"\n{text}   [{time.perf_counter() - self.start:.0f} s]")
-
-
 # -- Clocks --------------------------------------------------------------------------------------------------------------
-
-
-def gpu_times(calls, repeats=REPEATS):
-    """Seconds of one call: a graph of some in turn, replayed REPLAYS times."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    with stream:
-        for call in calls:  # compiles, and fills the pool of the allocator
-            call()
-        stream.synchronize()
-        stream.begin_capture()
-        try:
-            for n in range(repeats):
-                calls[n % len(calls)]()
-        finally:
-            graph = stream.end_capture()
-        times = []
-        for _ in range(REPLAYS + 2):
-            start.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, end) / 1e3 / repeats)
-    return times[2:]
 
 
 def replay_times(pool, flats, repeats=REPEATS):
@@ -116,36 +76,6 @@ def replay_times(pool, flats, repeats=REPEATS):
         end.synchronize()
         times.append(cupy.cuda.get_elapsed_time(start, end) / 1e3 / repeats)
     return times[2:]
-
-
-def wall_times(call, wait, count=200):
-    """Seconds of a call and the wait behind it."""
-    for _ in range(10):
-        call()
-    wait()
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        wait()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-@contextlib.contextmanager
-def time_limit(seconds):
-    """TimeoutError after so many seconds."""
-
-    def give_up(*_):
-        raise TimeoutError("took too long")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # -- Calls ---------------------------------------------------------------------------------------------------------------
@@ -164,10 +94,6 @@ def draw(batch, count, channels, layer, side, spread=None, seed=0):
 
 def on_device(arrays):
     return {name: cupy.asarray(array) for name, array in arrays.items()}
-
-
-def flat_of(array):
-    return Flat(array, array.data.ptr, array.size, array.dtype)
 
 
 class _Cupy:
@@ -435,13 +361,17 @@ def measure_calls(page, shape):
     wait = cupy.cuda.Device().synchronize
     plan = numbaknn.plan(numbaknn.voxel_pool, coords, features, **layer, grid_size=shape[-1])
     out = cupy.empty((shape[0], shape[3] or shape[2], *[shape[4]] * 3), np.float32)
-    page.row("a plan, waited for", wall_times(partial(plan, coords, features), wait))
+
+    def row(name, call):
+        page.row(name, wall_times(call, 200, wait))
+
+    row("a plan, waited for", partial(plan, coords, features))
     one_shot = partial(numbaknn.voxel_pool, coords, features, **layer, grid_size=shape[-1])
-    page.row("a one-shot call, waited for", wall_times(one_shot, wait))
-    page.row("the same with deterministic=True", wall_times(partial(one_shot, deterministic=True), wait))
-    page.row("the same with out", wall_times(partial(one_shot, out=out), wait))
-    page.row("zeros of CuPy, waited for", wall_times(partial(cupy.zeros, out.shape, np.float32), wait))
-    page.row("waiting alone", wall_times(lambda: None, wait))
+    row("a one-shot call, waited for", one_shot)
+    row("the same with deterministic=True", partial(one_shot, deterministic=True))
+    row("the same with out", partial(one_shot, out=out))
+    row("zeros of CuPy, waited for", partial(cupy.zeros, out.shape, np.float32))
+    row("waiting alone", lambda: None)
 
 
 # -- Peers ---------------------------------------------------------------------------------------------------------------
@@ -501,7 +431,7 @@ def measure_cupy(page, shapes):
         call = partial(cupy_scatter, placed["coords"], placed["features"], weight, bias, shape[-1])
         right = numbaknn.voxel_pool(**placed, grid_size=shape[-1])
         off = int(cupy.count_nonzero(cupy.abs(call() - right) > 1e-3))
-        page.row(f"{shape}, waited for ({off} differ)", wall_times(call, cupy.cuda.Device().synchronize, 10))
+        page.row(f"{shape}, waited for ({off} differ)", wall_times(call, 10, cupy.cuda.Device().synchronize))
         del right
         cupy.get_default_memory_pool().free_all_blocks()
 
@@ -513,25 +443,6 @@ def measure_torch(page, shapes, patience):
     page.title(f"PyTorch {torch.__version__}")
     deadline = time.perf_counter() + patience
     wait = torch.cuda.synchronize
-
-    def graph_times(call, repeats):
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                call()
-        wait()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(repeats):
-                call()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        times = []
-        for _ in range(REPLAYS + 2):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / repeats)
-        return times[2:]
 
     for shape in shapes:
         arrays = {name: torch.from_numpy(array).cuda() for name, array in draw(*shape).items()}
@@ -545,18 +456,18 @@ def measure_torch(page, shapes, patience):
         off = int((torch.abs(eager() - right) > 2e-2).sum())
         page.say(f"     {off} voxels differ by more than the matrix product may")
         del right
-        page.row("scatter_add, eager, waited for", wall_times(eager, wait, count))
-        page.row("scatter_add, eager, GPU time in a graph", graph_times(eager, repeats))
+        page.row("scatter_add, eager, waited for", wall_times(eager, count, wait))
+        page.row("scatter_add, eager, GPU time in a graph", torch_times(torch, [eager], repeats))
         try:
             with time_limit(deadline - time.perf_counter()):
                 compiled = torch.compile(torch_scatter(torch), dynamic=False)
                 call = partial(compiled, *inputs)
-                page.row("scatter_add, compiled, waited for", wall_times(call, wait, count))
-                page.row("scatter_add, compiled, GPU time in a graph", graph_times(call, repeats))
+                page.row("scatter_add, compiled, waited for", wall_times(call, count, wait))
+                page.row("scatter_add, compiled, GPU time in a graph", torch_times(torch, [call], repeats))
         except Exception as error:
             page.say(f"  compiled: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         if not large:
-            page.row("index_put_ a channel, waited for", wall_times(partial(torch_loop(torch), *inputs), wait, 10))
+            page.row("index_put_ a channel, waited for", wall_times(partial(torch_loop(torch), *inputs), 10, wait))
         torch.cuda.empty_cache()
 
 

@@ -20,23 +20,8 @@ from pathlib import Path
 
 import cupy
 import numpy as np
-from score_rows import (
-    BYTES_A_SECOND,
-    CLIP,
-    THRESHOLD,
-    Page,
-    assert_same,
-    copies_of,
-    draw,
-    empty_outputs,
-    fixed_call,
-    flat_of,
-    gpu_times,
-    set_streaming,
-    time_limit,
-    torch_times,
-    wall_times,
-)
+from score_rows import CLIP, THRESHOLD, assert_same, copies_of, draw, empty_outputs, fixed_call, set_streaming
+from timing import BYTES_A_SECOND, CACHE, Page, flat_of, gpu_times, time_limit, torch_times, wall_times
 
 import numbaknn
 from numbaknn.launch import Flat
@@ -48,26 +33,13 @@ NARROW, MIDDLE, WIDE = (1_048_576, 16), (262_144, 256), (65_536, 1_024)
 
 NORMS = [
     {},
-    {"lanes": 64, "early": True},
+    {"lanes": 64},
     {"lanes": 64, "threads": 64},
     {"lanes": 64, "threads": 256},
-    {"lanes": 32},
     {"lanes": 32, "threads": 64},
     {"lanes": 32, "threads": 256},
-    {"lanes": 32, "early": True},
-    {"lanes": 32, "rows": 2},
-    {"lanes": 32, "rows": 2, "early": True},
-    {"lanes": 64, "rows": 2, "early": True},
-    {"lanes": 32, "turns": 2},
-    {"lanes": 32, "turns": 2, "early": True},
-    {"lanes": 32, "turns": 3},
-    {"lanes": 32, "turns": 4},
-    {"lanes": 32, "turns": 2, "threads": 64},
-    {"lanes": 32, "turns": 4, "threads": 64},
     {"lanes": 96},
-    {"lanes": 96, "early": True},
     {"lanes": 192},
-    {"lanes": 192, "early": True},
 ]
 ROW_MAJOR = {
     NARROW: [
@@ -294,7 +266,7 @@ def measure_torch(page, patience):
     page.title(f"PyTorch {torch.__version__}, GPU time")
     x, weight, _, bias = draw(*NORM_SHAPE)
     parameters = [torch.from_numpy(array).cuda() for array in (weight, bias)]
-    inputs = [(torch.from_numpy(x).cuda(), *parameters) for _ in range(max(2, -(-3 * (60 << 20) // x.nbytes)))]
+    inputs = [(torch.from_numpy(x).cuda(), *parameters) for _ in range(max(2, -(-3 * CACHE // x.nbytes)))]
 
     def norm(x, weight, bias):
         return torch.nn.functional.layer_norm(x, (NORM_SHAPE[1],), weight, bias, 1e-5)

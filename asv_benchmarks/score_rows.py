@@ -11,8 +11,6 @@ seconds in all. Takes a minute and a half. asv keeps the history; this prints a 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
 import time
 import warnings
@@ -21,123 +19,25 @@ from pathlib import Path
 
 import cupy
 import numpy as np
+from timing import (
+    BYTES_A_SECOND,
+    CACHE,
+    REPEATS,
+    REPLAYS,
+    Page,
+    flat_of,
+    gpu_times,
+    time_limit,
+    torch_times,
+    wall_times,
+)
 
 import numbaknn
 from numbaknn import streaming
-from numbaknn.launch import Flat
 from numbaknn.plans import rows as plans
 
 CASES = [(1_048_576, 16), (262_144, 256), (65_536, 1_024)]
-BYTES_A_SECOND = 4.3e12
-CACHE = 60 << 20
-REPEATS, REPLAYS = 20, 25
 CLIP, THRESHOLD = 5.0, 0.0
-
-
-class Page:
-    """What is printed is kept."""
-
-    def __init__(self, path):
-        self.path, self.lines = path, []
-        self.start = time.perf_counter()
-
-    def say(self, line=""):
-        print(line, flush=True)
-        self.lines.append(line)
-        if self.path:
-            self.path.write_text("\n".join(self.lines) + "\n")
-
-    def row(self, name, times, floor=None):
-        low, median, high = np.percentile(1e6 * np.asarray(times), [25, 50, 75])
-        of_floor = f"   {floor / median:6.1%} of the floor" if floor else ""
-        self.say(f"  {name:<58}{median:10.1f}  ({low:.1f} to {high:.1f}){of_floor}")
-        return median
-
-    def title(self, text):
-        self.say(f"\n{text}   [{time.perf_counter() - self.start:.0f} s]")
-
-
-# -- Clocks --------------------------------------------------------------------------------------------------------------
-
-
-def gpu_times(calls):
-    """Seconds of one call: a graph of REPEATS of them in turn, replayed REPLAYS times."""
-    stream = cupy.cuda.Stream(non_blocking=True)
-    start, end = cupy.cuda.Event(), cupy.cuda.Event()
-    with stream:
-        for call in calls:  # compiles, and fills the pool of the allocator
-            call()
-            call()
-        stream.synchronize()
-        stream.begin_capture()
-        try:
-            for n in range(REPEATS):
-                calls[n % len(calls)]()
-        finally:
-            graph = stream.end_capture()
-        times = []
-        for _ in range(REPLAYS + 3):
-            start.record(stream)
-            graph.launch(stream)
-            end.record(stream)
-            end.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, end) / 1e3 / REPEATS)
-    return times[3:]
-
-
-def torch_times(torch, calls, keep=False):
-    """The same for PyTorch. keep: whether every call of the graph has an output of its own, as those of gpu_times have; else
-    one is freed before the next is made, and takes its memory, which then stays in the cache."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            for _ in range(3):
-                call()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph, stream=stream):
-        kept = []
-        for n in range(REPEATS):
-            output = calls[n % len(calls)]()
-            if keep:
-                kept = [*kept[1 - len(calls) :], output]
-            del output
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times = []
-    for _ in range(REPLAYS + 3):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / REPEATS)
-    return times[3:]
-
-
-def wall_times(call, count=15):
-    """Seconds of a call that waits by itself."""
-    call()
-    call()
-    times = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-@contextlib.contextmanager
-def time_limit(seconds):
-    """TimeoutError after so many seconds."""
-
-    def give_up(*_):
-        raise TimeoutError("took too long")
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.01))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 # -- Tables --------------------------------------------------------------------------------------------------------------
@@ -153,10 +53,6 @@ def draw(rows, width, seed=0):
 def copies_of(array):
     """As many copies on the device as are larger than the cache three times over; at least two."""
     return [cupy.array(array, order="K") for _ in range(max(2, -(-3 * CACHE // array.nbytes)))]
-
-
-def flat_of(array):
-    return Flat(array, array.data.ptr, array.size, array.dtype)
 
 
 def fixed_call(operation, x, by_columns, parameters, outputs):
@@ -295,13 +191,8 @@ def measure_calls(page, x, placed):
     """What the host sees of a call on device arrays."""
     wait = cupy.cuda.Device().synchronize
     plan = numbaknn.plan(numbaknn.row_score, x, *placed)
-
-    def waited(call):
-        call()
-        wait()
-
-    page.row("a call, waited for", wall_times(partial(waited, partial(numbaknn.row_score, x, *placed)), 50))
-    page.row("a plan, waited for", wall_times(partial(waited, partial(plan, x, *placed)), 50))
+    page.row("a call, waited for", wall_times(partial(numbaknn.row_score, x, *placed), 50, wait))
+    page.row("a plan, waited for", wall_times(partial(plan, x, *placed), 50, wait))
 
 
 def set_streaming(chunk, slots, piece):

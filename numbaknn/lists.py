@@ -525,36 +525,19 @@ def answer_list_of(refinements):
 
     @device
     def answer_list(
-        row,
-        queries,
-        among_themselves,
-        points,
-        point_count,
-        dimensions,
-        table,
-        starts,
-        frame,
-        shape,
-        limit,
-        bounded,
-        k,
-        squared,
-        mantissa,
-        bins,
-        distances,
-        indices,
+        row, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, bins, distances, indices
     ):
         """Find the k nearest points of query `row`, k being any number, in its row of the output. As search.answer and
-        search_list."""
+        search_list. cloud: points, their number, dimensions. grid: table, starts, frame, shape."""
+        points, point_count, dimensions = cloud
+        _, starts, _, shape = grid
         x, y, z = read_point(queries, row, dimensions)
         first = row * k
         itself = row if among_themselves else -1
         found = 0
         solid = is_finite(x, y, z)
         if solid:
-            found = search_list(
-                x, y, z, itself, table, starts, frame, shape, k, limit, mantissa, bins, first, distances, indices
-            )
+            found = search_list(x, y, z, itself, *grid, k, limit, mantissa, bins, first, distances, indices)
         missing = as_type_of(point_count, bits_of(limit))
         for n in range(k):
             place = first + n

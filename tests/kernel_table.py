@@ -286,20 +286,15 @@ KERNELS |= {
     "feature_score_kernel[8 partly]": Entry(rows.feature_major_kernel(8, 1, 32, 4, True, False, 0), (64, 128), loads=8),
     "feature_score_kernel[8 x 8 unaligned]": Entry(rows.feature_major_kernel(8, 8, 32, 4, False, False, 0), (110, 168)),
     "layer_norm_kernel[32 x 4]": Entry(
-        rows.layer_norm_kernel(32, 4, True, False, 1, False, 1), (48, 78), loads=12, stores=4, scalars="eps"
+        rows.layer_norm_kernel(32, 4, True, False), (48, 78), loads=12, stores=4, scalars="eps"
     ),
     "layer_norm_kernel[64 x 3]": Entry(
-        rows.layer_norm_kernel(64, 3, True, True, 1, False, 1), (40, 65), loads=9, stores=3, scalars="eps"
+        rows.layer_norm_kernel(64, 3, True, True), (32, 65), loads=9, stores=3, scalars="eps"
     ),
     "layer_norm_kernel[32 x 6]": Entry(
-        rows.layer_norm_kernel(32, 6, True, True, 1, False, 1), (46, 78), loads=18, stores=6, scalars="eps"
+        rows.layer_norm_kernel(32, 6, True, True), (46, 78), loads=18, stores=6, scalars="eps"
     ),
-    "layer_norm_kernel[32 x 6, 2 turns]": Entry(
-        rows.layer_norm_kernel(32, 6, True, True, 1, False, 2), (77, 154), loads=24, stores=6, scalars="eps"
-    ),
-    "layer_norm_kernel[64 x 3 unaligned]": Entry(
-        rows.layer_norm_kernel(64, 3, False, False, 1, False, 1), (46, 65), scalars="eps"
-    ),
+    "layer_norm_kernel[64 x 3 unaligned]": Entry(rows.layer_norm_kernel(64, 3, False, False), (46, 65), scalars="eps"),
     "wide_layer_norm_kernel": Entry(rows.wide_layer_norm_kernel(512, True), (42, 52), loads=5, stores=1, scalars="eps"),
     "transpose_kernel": Entry(
         rows.transpose_kernel(MOST_TURN, True), (48,), loads=4, stores=4, own=WORDS, threads=(256, 4)

@@ -675,10 +675,9 @@ def test_simulated_norm(simulated, width, dtype, rng):
 
 
 NORMS = [
-    {"lanes": 32, "rows": 2, "early": True},
-    {"lanes": 32, "turns": 3},
-    {"lanes": 64, "rows": 3, "early": True, "threads": 128},
-    {"lanes": 96, "early": True},
+    {"lanes": 32},
+    {"lanes": 64, "threads": 128},
+    {"lanes": 96},
     {"lanes": 192},
 ]
 

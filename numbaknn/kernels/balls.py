@@ -8,6 +8,8 @@ there are few balls each is in several parts, of a thread each. Counts are of 64
 
 from __future__ import annotations
 
+from functools import cache
+
 from numba import cuda, int64
 
 from numbaknn.balls import centre_of_ball, take_ball_of
@@ -25,8 +27,6 @@ LANE_BITS = 3
 # Threads of a block for clouds with crowds, and blocks of which a multiprocessor works on at a time.
 CROWD_THREADS, CROWD_BLOCKS = 128, 4
 
-take_ball, take_ball_among_crowds = take_ball_of(0), take_ball_of(REFINEMENTS)
-
 
 @device
 def ball_and_share(n, part_bits):
@@ -34,6 +34,29 @@ def ball_and_share(n, part_bits):
     part, lane_bits = n & ((1 << part_bits) - 1), min(part_bits, LANE_BITS)
     lanes = 1 << lane_bits
     return n >> part_bits, (part >> lane_bits, 1 << (part_bits - lane_bits), part & (lanes - 1), lanes)
+
+
+@cache
+def take_part_of(refinements):
+    """The function that takes what a part of a ball has."""
+    take_ball = take_ball_of(refinements)
+
+    @device
+    def take_part(n, part_bits, queries, among_themselves, dimensions, grid, limit, rooted, first, distances, indices):
+        """take_ball for part n: how many points it has, none where its ball has no finite centre.
+
+        grid: table, starts, frame, shape.
+        """
+        ball, share = ball_and_share(n, part_bits)
+        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
+        if not solid:
+            return 0
+        return take_ball(x, y, z, itself, limit, share, *grid, rooted, first, distances, indices)
+
+    return take_part
+
+
+take_part, take_part_among_crowds = take_part_of(0), take_part_of(REFINEMENTS)
 
 
 @kernel
@@ -45,12 +68,8 @@ def count_balls_kernel(
     if n < ball_count << part_bits:
         if shape[CROWDED] != 0:
             return
-        ball, share = ball_and_share(n, part_bits)
-        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
-        found = 0
-        if solid:
-            found = take_ball(x, y, z, itself, limit, share, table, starts, frame, shape, False, 0, None, None)
-        counts[n] = found
+        asked, grid = (part_bits, queries, among_themselves, dimensions), (table, starts, frame, shape)
+        counts[n] = take_part(n, *asked, grid, limit, False, 0, None, None)
     elif n < counts.size:
         counts[n] = 0
 
@@ -63,15 +82,10 @@ def count_balls_among_crowds_kernel(
     for one part after another."""
     if shape[CROWDED] == 0:
         return
+    asked, grid = (part_bits, queries, among_themselves, dimensions), (table, starts, frame, shape)
     n = cuda.grid(1)
     while n < ball_count << part_bits:
-        ball, share = ball_and_share(n, part_bits)
-        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
-        found = 0
-        if solid:
-            grid = table, starts, frame, shape
-            found = take_ball_among_crowds(x, y, z, itself, limit, share, *grid, False, 0, None, None)
-        counts[n] = found
+        counts[n] = take_part_among_crowds(n, *asked, grid, limit, False, 0, None, None)
         n += cuda.gridsize(1)
 
 
@@ -95,11 +109,8 @@ def fill_balls_kernel(
     """Write the points in a part of a ball from their place on: their distances, or else squares. One thread a part."""
     n = cuda.grid(1)
     if n < ball_count << part_bits and shape[CROWDED] == 0:
-        ball, share = ball_and_share(n, part_bits)
-        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
-        if solid:
-            first = firsts[n]
-            take_ball(x, y, z, itself, limit, share, table, starts, frame, shape, rooted, first, distances, indices)
+        asked, grid = (part_bits, queries, among_themselves, dimensions), (table, starts, frame, shape)
+        take_part(n, *asked, grid, limit, rooted, firsts[n], distances, indices)
 
 
 @kernel((CROWD_THREADS, CROWD_BLOCKS))
@@ -122,13 +133,10 @@ def fill_balls_among_crowds_kernel(
     """The same in a cloud with crowds, by as many threads as the device has room for."""
     if shape[CROWDED] == 0:
         return
+    asked, grid = (part_bits, queries, among_themselves, dimensions), (table, starts, frame, shape)
     n = cuda.grid(1)
     while n < ball_count << part_bits:
-        ball, share = ball_and_share(n, part_bits)
-        x, y, z, itself, solid = centre_of_ball(ball, queries, among_themselves, dimensions)
-        if solid:
-            grid, first = (table, starts, frame, shape), firsts[n]
-            take_ball_among_crowds(x, y, z, itself, limit, share, *grid, rooted, first, distances, indices)
+        take_part_among_crowds(n, *asked, grid, limit, rooted, firsts[n], distances, indices)
         n += cuda.gridsize(1)
 
 

@@ -60,6 +60,7 @@ from numbaknn.keys import (
     relative_voxel,
 )
 from numbaknn.lanes import as_type_of, fold, load_now, order_key, store_now
+from numbaknn.pooling import first_at_least
 from numbaknn.runs import RUN, met, reference_of, run_from, settled
 
 # What the host reads: numbers of voxels (-1: more passes are needed than there are launches), whether a voxel holds more
@@ -193,6 +194,41 @@ def add_counts(counts, histogram, length):
             cuda.atomic.add(histogram, n, int64(counts[n]))
 
 
+@device
+def write_keys(rows, slots, digits, length, own_frame, frame, counts, histogram, keys, key_of, word_of, others):
+    """Write the planes of all keys, and add to `histogram` how often each digit comes in all passes. By all threads of all
+    blocks; own_frame, counts: of a block, the frame and room for what it counts.
+
+    keys: two arrays, the second for an odd number of passes, each of which goes from one to the other. More passes than
+    `slots` are none. key_of(row, there, frame, others) -> the key of a row, if there is one. word_of(key, plane, frame).
+    """
+    if cuda.blockIdx.x == 0:
+        copy_frame(own_frame, frame, length)
+    if own_frame[PASSES] > slots:
+        return
+    planes, used = own_frame[PLANES], own_frame[PASSES] * digits
+    words = keys[1] if own_frame[PASSES] % 2 == 1 else keys[0]
+    clear_counts(counts, used)
+    cuda.syncthreads()
+    for base in range(cuda.blockIdx.x * cuda.blockDim.x, rows, cuda.gridsize(1)):
+        row = base + cuda.threadIdx.x
+        there = row < rows
+        key = key_of(row, there, own_frame, others)
+        for plane in range(planes):
+            word = word_of(key, plane, own_frame)
+            if there:
+                words[plane * rows + row] = word
+            tally_word(word, plane, own_frame, digits, counts, there)
+    cuda.syncthreads()
+    add_counts(counts, histogram, used)
+
+
+@device
+def voxel_of_row(row, there, frame, others):
+    points, dimensions, lattice = others
+    return relative_voxel(points, row if there else 0, dimensions, lattice, frame)
+
+
 @cache
 def keys_kernel(digit_bits):
     """The kernel for digits of so many bits."""
@@ -217,10 +253,7 @@ def keys_kernel(digit_bits):
         words,
         other_words,
     ):
-        """The key of each point, and how often each digit comes in all passes.
-
-        To `other_words` for an odd number of passes, each of which goes from one to the other.
-        """
+        """The key of each point, and how often each digit comes in all passes."""
         own_frame = cuda.shared.array(length, int64)
         counts = cuda.shared.array(counters, int32)
         lattice = side, per_side, reach, origin_x, origin_y, origin_z
@@ -229,25 +262,9 @@ def keys_kernel(digit_bits):
             low, high = (-box[3], -box[4], -box[5]), (box[0], box[1], box[2])
             lay_frame(low, high, fitting[0], rows, lattice, digit_bits, own_frame)
         cuda.syncthreads()
-        if cuda.blockIdx.x == 0:
-            copy_frame(own_frame, frame, length)
-        if own_frame[PASSES] > slots:
-            return
-        planes, used = own_frame[PLANES], own_frame[PASSES] * digits
-        keys = other_words if own_frame[PASSES] % 2 == 1 else words
-        clear_counts(counts, used)
-        cuda.syncthreads()
-        for base in range(cuda.blockIdx.x * cuda.blockDim.x, rows, cuda.gridsize(1)):
-            row = base + cuda.threadIdx.x
-            there = row < rows
-            voxel = relative_voxel(points, row if there else 0, dimensions, lattice, own_frame)
-            for plane in range(planes):
-                word = plane_of(voxel, plane, own_frame)
-                if there:
-                    keys[plane * rows + row] = word
-                tally_word(word, plane, own_frame, digits, counts, there)
-        cuda.syncthreads()
-        add_counts(counts, histogram, used)
+        counted, keys = (own_frame, frame, counts, histogram), (words, other_words)
+        others = points, dimensions, lattice
+        write_keys(rows, slots, digits, length, *counted, keys, voxel_of_row, plane_of, others)
 
     return keys_kernel
 
@@ -734,19 +751,6 @@ def reduce_voxels_kernel(stretch):
     return reduce_voxels_kernel
 
 
-@device
-def large_of(stretch, first_stretches, large):
-    """Which of the listed voxels a stretch is of: the last that begins there or before."""
-    low, high = int64(0), int64(large)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if first_stretches[middle] <= stretch:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 @cache
 def stretches_kernel(wide, stretch):
     """The kernel for sums of this type, and stretches of so many points."""
@@ -771,7 +775,7 @@ def stretches_kernel(wide, stretch):
         runs = cuda.shared.array(room, wide)
         listed, stretches = large[0] >> VALUE_BITS, large[0] & VALUE
         for number in range(cuda.blockIdx.x, stretches, cuda.gridDim.x):
-            which = large_of(number, first_stretches, listed)
+            which = first_at_least(first_stretches, 1, listed, number + 1) - 1  # the last that begins there or before
             voxel = large_voxels[which]
             first = firsts[voxel] + (number - first_stretches[which]) * stretch
             last = min(first + stretch, int64(firsts[voxel + 1]))
@@ -862,6 +866,22 @@ def label_bounds_kernel(labels, columns, rows, inverse, label_bounds):
             cuda.atomic.max(label_bounds, 2 * column + 1, low)
 
 
+@device
+def label_of_row(row, there, frame, others):
+    """(voxel, label above the lowest) of a point; one past the last voxel for one in none."""
+    labels, columns, column, low, inverse, voxels = others
+    if there and inverse[row] >= 0:
+        return inverse[row], int64(labels[row * columns + column]) - low
+    return voxels, int64(0)
+
+
+@device
+def plane_of_label(key, plane, frame):
+    voxel, label = key
+    number = voxel if plane == frame[PLANES] - 1 else label >> (32 * plane)
+    return np.uint32(number & 0xFFFFFFFF)
+
+
 @cache
 def label_keys_kernel(digit_bits):
     """The kernel for digits of so many bits."""
@@ -896,28 +916,9 @@ def label_keys_kernel(digit_bits):
             if totals[VOXELS] < 0:  # no voxels were found: nothing is to be done for labels either
                 own_frame[PASSES] = slots + 1
         cuda.syncthreads()
-        if cuda.blockIdx.x == 0:
-            copy_frame(own_frame, label_frame, length)
-        if own_frame[PASSES] > slots:
-            return
-        planes, used = own_frame[PLANES], own_frame[PASSES] * digits
-        keys = other_words if own_frame[PASSES] % 2 == 1 else words
-        clear_counts(counts, used)
-        cuda.syncthreads()
-        for base in range(cuda.blockIdx.x * cuda.blockDim.x, rows, cuda.gridsize(1)):
-            row = base + cuda.threadIdx.x
-            there = row < rows
-            voxel, label = totals[VOXELS], int64(0)
-            if there and inverse[row] >= 0:
-                voxel, label = inverse[row], int64(labels[row * columns + column]) - low
-            for plane in range(planes):
-                number = voxel if plane == planes - 1 else label >> (32 * plane)
-                word = np.uint32(number & 0xFFFFFFFF)
-                if there:
-                    keys[plane * rows + row] = word
-                tally_word(word, plane, own_frame, digits, counts, there)
-        cuda.syncthreads()
-        add_counts(counts, histogram, used)
+        counted, keys = (own_frame, label_frame, counts, histogram), (words, other_words)
+        others = labels, columns, column, low, inverse, totals[VOXELS]
+        write_keys(rows, slots, digits, length, *counted, keys, label_of_row, plane_of_label, others)
 
     return label_keys_kernel
 

@@ -278,26 +278,9 @@ def narrowed_of(refinements):
 
 
 @device
-def collect_stretch(
-    x,
-    y,
-    z,
-    itself,
-    limit,
-    slot,
-    end,
-    step,
-    table,
-    state,
-    last_index,
-    room,
-    squares,
-    first_square,
-    indices,
-    first_index,
-    numbers,
-):
+def collect_stretch(x, y, z, itself, limit, slot, end, step, table, state, last_index, room, listed, numbers):
     """Write the points of a stretch up to the pair (limit, last_index), as long as there is room; numbers[0] counts them."""
+    squares, first_square, indices, first_index = listed
     while slot < end:
         point_x, point_y, point_z, index = load_point(table, slot)
         square = square_distance(x - point_x, y - point_y, z - point_z)
@@ -316,34 +299,17 @@ def collect_of(refinements):
     walk = walk_of(refinements, collect_stretch)
 
     @device
-    def collect(
-        x,
-        y,
-        z,
-        itself,
-        k,
-        place,
-        limit,
-        last_index,
-        room,
-        table,
-        starts,
-        frame,
-        shape,
-        squares,
-        first_square,
-        indices,
-        first_index,
-        numbers,
-    ):
-        """Write the points up to the pair (limit, last_index), as long as there is room; how many there are."""
+    def collect(x, y, z, itself, k, place, limit, last_index, room, table, starts, frame, shape, listed, numbers):
+        """Write the points up to the pair (limit, last_index), as long as there is room; how many there are.
+
+        listed: squares, the first place in them, indices, the first place in them.
+        """
         if cuda.threadIdx.x == 0:
             numbers[0] = 0
         cuda.syncthreads()
         box = box_of_ball(place, limit, frame, shape)
         ball = x, y, z, itself, place, box, limit, share_of_thread(), k + (1 if itself >= 0 else 0)
-        written = last_index, room, squares, first_square, indices, first_index, numbers
-        walk(*ball, table, starts, frame, shape, 0, written)
+        walk(*ball, table, starts, frame, shape, 0, (last_index, room, listed, numbers))
         cuda.syncthreads()
         found = numbers[0]
         cuda.syncthreads()
@@ -389,38 +355,18 @@ def nearest_square_of(refinements):
 @cache
 def find_in_block_of(refinements):
     """The function that finds the nearest of one query."""
-    nearest_square, collect, narrowed = (
-        nearest_square_of(refinements),
-        collect_of(refinements),
-        narrowed_of(refinements),
-    )
+    nearest_square, collect = nearest_square_of(refinements), collect_of(refinements)
+    narrowed = narrowed_of(refinements)
 
     @device
     def find_in_block(
-        x,
-        y,
-        z,
-        itself,
-        table,
-        starts,
-        frame,
-        shape,
-        k,
-        limit,
-        missing,
-        mantissa,
-        room,
-        squares,
-        first_square,
-        indices,
-        first_index,
-        workspace,
+        x, y, z, itself, table, starts, frame, shape, k, limit, missing, mantissa, room, listed, workspace
     ):
         """Write the k nearest points of a query, none with a square above `limit`, and up to `room` in all, in ascending
         order; how many there are.
 
-        room: k or more. mantissa: the bits that an octave of squares has. workspace: bins, sums, numbers, all shared, int32:
-        of BINS, of one for each thread, of NUMBERS.
+        room: k or more. mantissa: the bits that an octave of squares has. listed: as `collect` has it. workspace: bins,
+        sums, numbers, all shared, int32: of BINS, of one for each thread, of NUMBERS.
         """
         grid = table, starts, frame, shape
         place = place_of(x, y, z, frame, shape)
@@ -428,13 +374,12 @@ def find_in_block_of(refinements):
         if whole[2][0] > whole[2][1]:
             return 0
         near = nearest_square(x, y, z, itself, k, place, whole, limit, mantissa, room, *grid, workspace)
-        listed = squares, first_square, indices, first_index
         last_index, held = missing, room + 1
         while held > room:
-            held = collect(x, y, z, itself, k, place, near, last_index, room, *grid, *listed, workspace[2])
+            held = collect(x, y, z, itself, k, place, near, last_index, room, *grid, listed, workspace[2])
             if held > room:  # a crowd at that distance
                 near, last_index = narrowed(x, y, z, itself, place, near, missing, k, room, *grid, workspace)
-        sort_in_block(squares, first_square, indices, first_index, held)
+        sort_in_block(*listed, held)
         return min(held, k)
 
     return find_in_block
@@ -484,9 +429,9 @@ def answer_in_block_of(refinements):
         solid = is_finite(x, y, z)
         found = 0
         if solid:
-            listed = squares, first_square, nearest, first_index
+            listed, workspace = (squares, first_square, nearest, first_index), (bins, sums, numbers)
             wanted = k, limit, missing, mantissa, room
-            found = find_in_block(x, y, z, itself, table, starts, frame, shape, *wanted, *listed, (bins, sums, numbers))
+            found = find_in_block(x, y, z, itself, table, starts, frame, shape, *wanted, listed, workspace)
         for n in range(cuda.threadIdx.x, k, cuda.blockDim.x):
             square, index = squares[first_square + n], nearest[first_index + n]  # anything behind the found ones
             write_slot(n < found, square, index, missing, squared, row * k + n, distances, indices)
@@ -534,30 +479,10 @@ def list_kernel(real):
         nearest = cuda.shared.array(0, int32)
         row = cuda.blockIdx.x
         if row < query_count and shape[CROWDED] == 0:
-            answer_in_block(
-                row,
-                queries,
-                among_themselves,
-                points,
-                point_count,
-                dimensions,
-                table,
-                starts,
-                frame,
-                shape,
-                limit,
-                bounded,
-                k,
-                squared,
-                mantissa,
-                room,
-                squares,
-                0,
-                nearest,
-                words * room,
-                distances,
-                indices,
-            )
+            cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
+            asked, wanted = (row, queries, among_themselves), (limit, bounded, k, squared, mantissa, room)
+            listed = squares, 0, nearest, words * room
+            answer_in_block(*asked, *cloud, *grid, *wanted, *listed, distances, indices)
 
     return list_kernel
 
@@ -594,11 +519,11 @@ def list_among_crowds_kernel(real):
         if shape[CROWDED] == 0:
             return
         cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
-        wanted = limit, bounded, k, squared, mantissa, room
+        wanted, listed = (limit, bounded, k, squared, mantissa, room), (squares, 0, nearest, words * room)
         row = cuda.blockIdx.x
         while row < query_count:
-            asked = row, queries, among_themselves, *cloud, *grid
-            answer_in_block_among_crowds(*asked, *wanted, squares, 0, nearest, words * room, distances, indices)
+            asked = row, queries, among_themselves
+            answer_in_block_among_crowds(*asked, *cloud, *grid, *wanted, *listed, distances, indices)
             cuda.syncthreads()
             row += cuda.gridDim.x
 
@@ -628,30 +553,10 @@ def long_list_kernel(
     """The k nearest of a query, one block a query, for a k of any size: collected and sorted in the output."""
     row = cuda.blockIdx.x
     if row < query_count and shape[CROWDED] == 0:
-        answer_in_block(
-            row,
-            queries,
-            among_themselves,
-            points,
-            point_count,
-            dimensions,
-            table,
-            starts,
-            frame,
-            shape,
-            limit,
-            bounded,
-            k,
-            squared,
-            mantissa,
-            k,
-            distances,
-            row * k,
-            indices,
-            row * k,
-            distances,
-            indices,
-        )
+        cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
+        asked, wanted = (row, queries, among_themselves), (limit, bounded, k, squared, mantissa, k)
+        listed = distances, row * k, indices, row * k
+        answer_in_block(*asked, *cloud, *grid, *wanted, *listed, distances, indices)
 
 
 @kernel((MOST_THREADS, CROWD_BLOCKS))
@@ -678,9 +583,10 @@ def long_list_among_crowds_kernel(
     if shape[CROWDED] == 0:
         return
     cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
+    wanted = limit, bounded, k, squared, mantissa, k
     row = cuda.blockIdx.x
     while row < query_count:
-        asked = row, queries, among_themselves, *cloud, *grid, limit, bounded, k, squared, mantissa, k
-        answer_in_block_among_crowds(*asked, distances, row * k, indices, row * k, distances, indices)
+        asked, listed = (row, queries, among_themselves), (distances, row * k, indices, row * k)
+        answer_in_block_among_crowds(*asked, *cloud, *grid, *wanted, *listed, distances, indices)
         cuda.syncthreads()
         row += cuda.gridDim.x

@@ -60,11 +60,9 @@ ROWS = 4
 MOST_WARPS = 32
 MOST_FEATURE_MAJOR_THREADS = 256
 
-# Lengths of shared memory, where the compiler wants a number: four rows a warp, two sums a warp for each row, four rows a
-# thread.
+# Lengths of shared memory, where the compiler wants a number: four rows a warp, two sums a warp, four rows a thread.
 ROWS_OF_WARPS = ROWS * MOST_WARPS
-MOST_ROWS_HELD = 4
-SUMS_OF_WARPS = 2 * MOST_WARPS * MOST_ROWS_HELD
+SUMS_OF_WARPS = 2 * MOST_WARPS
 ROWS_OF_THREADS = ROWS * MOST_FEATURE_MAJOR_THREADS
 
 
@@ -432,8 +430,15 @@ def met_in_warp(value, lanes):
 
 
 @device
-def statistics_of_row(width, slot, warps, of_warps):
-    """(mean, squares about it) of a row from its warps' sums and squares, which they have left in shared memory."""
+def statistics_of_row(width, lane, warps, sum_, squares, of_warps):
+    """(mean, squares about it) of a row from the sum and the squares of each of its warps, through shared memory. By all
+    threads of the block."""
+    slot, warp = cuda.threadIdx.x // WARP, lane // WARP
+    if lane % WARP == 0:
+        of_warps[2 * slot] = sum_
+        of_warps[2 * slot + 1] = squares
+    cuda.syncthreads()
+    slot -= warp
     sum_ = squares = as_type_of(0, of_warps[0])
     for warp in range(warps):
         sum_ = total(sum_, of_warps[2 * (slot + warp)])
@@ -445,138 +450,58 @@ def statistics_of_row(width, slot, warps, of_warps):
     return mean, squares
 
 
-# The following work on the rows that a thread holds a part of, one item of a tuple a row.
-
-
 @device
-def met_once(value, distance):
-    return total(value, from_lane(value, distance))
-
-
-@device
-def all_met_in_warp(values, lanes):
-    """`met_in_warp` of several values, side by side."""
-    if lanes > 1:
-        values = mapped(met_once, values, 1)
-    if lanes > 2:
-        values = mapped(met_once, values, 2)
-    if lanes > 4:
-        values = mapped(met_once, values, 4)
-    if lanes > 8:
-        values = mapped(met_once, values, 8)
-    if lanes > 16:
-        values = mapped(met_once, values, 16)
-    return values
-
-
-@device
-def held_row(n, others):
-    """(the quads of the n-th row that the thread holds, its first value); of the last row, if there are fewer."""
-    x, row, count, stride, first, step, width, slots, whole = others
-    base = min(row + n, count - 1) * stride
+def load_held(x, base, first, step, width, slots, whole):
+    """The quads of a row that a lane holds."""
     if whole:
-        return load_quads(x, base, first, step, width, slots), x[base]
-    return load_quads_up_to(x, base, first, step, width, slots), x[base]
-
-
-@device
-def off_first(held, others):
-    """Relative to the first value of the row."""
-    first, step, width, full, eps = others
-    off = difference(real_of(held[0], eps), real_of(held[1], eps))
-    return off if full else kept(off, first, step, width)
-
-
-@device
-def off_mean(n, others):
-    offs, means, first, step, width, full = others
-    about = difference(offs[n], means[n])
-    return about if full else kept(about, first, step, width)
-
-
-@device
-def sum_held(off, others):
-    return sum_of(sum_by_quads(off))
-
-
-@device
-def squares_held(about, others):
-    return sum_of(sum_by_quads(product(about, about)))
+        return load_quads(x, base, first, step, width, slots)
+    return load_quads_up_to(x, base, first, step, width, slots)
 
 
 @cache
-def layer_norm_kernel(lanes, quads, whole, full, rows, early, turns):
+def layer_norm_kernel(lanes, quads, whole, full):
     """The kernel for rows that so many lanes hold in so many quads each. whole: as in `row_major_kernel`; full: no lane is
-    without a quad. rows: that a group of lanes holds at a time, in so many turns; early: whether parameters are read before
-    the statistics are known.
-
-    With more turns than one the rows of the next are on their way while those of this one are worked on and written. Rows of
-    more than one warp have a single turn.
-    """
-    LANES, QUADS, WHOLE, FULL, ROWS_HELD, EARLY, TURNS = lanes, quads, whole, full, rows, early, turns
+    without a quad."""
+    LANES, QUADS, WHOLE, FULL = lanes, quads, whole, full
     LANES_IN_WARP, WARPS = min(lanes, WARP), max(1, lanes // WARP)
     WIDTH = 4 * lanes * quads  # of a full row
     OF_WARP = 4 * LANES_IN_WARP * quads
     slots = (0,) * (4 * quads)
-    numbers = tuple(range(rows))
 
     @kernel
     def layer_norm_kernel(x, stride, count, width, weight, bias, eps, y):
-        """A few rows a group of lanes: read once, held in registers, written."""
+        """One row a group of lanes: read once, held in registers, written."""
         thread = cuda.grid(1)
-        group = thread // LANES
-        lane, row = thread - group * LANES, group * ROWS_HELD
+        row = thread // LANES
+        lane = thread - row * LANES
         first, step = 4 * lane, 4 * LANES
         warp = lane // WARP
         columns = columns_of_stretch(width, warp, WARPS)
         if FULL:
             width, columns = WIDTH, OF_WARP
-        held = mapped(held_row, numbers, (x, row, count, stride, first, step, width, slots, WHOLE))
-        if EARLY:
-            if WHOLE:
-                w, b = load_quads(weight, 0, first, step, width, slots), load_quads(bias, 0, first, step, width, slots)
-            else:
-                w = load_quads_up_to(weight, 0, first, step, width, slots)
-                b = load_quads_up_to(bias, 0, first, step, width, slots)
+        base = min(row, count - 1) * stride
+        held = load_held(x, base, first, step, width, slots, WHOLE)
         share_of_warp, share = one_over(columns, eps), one_over(width, eps)
-        for _ in range(TURNS):
-            here = held
-            next_row = row + cuda.gridsize(1) // LANES * ROWS_HELD
-            if TURNS > 1:
-                held = mapped(held_row, numbers, (x, next_row, count, stride, first, step, width, slots, WHOLE))
-            offs = mapped(off_first, here, (first, step, width, FULL, eps))
-            sums = all_met_in_warp(mapped(sum_held, offs, ()), LANES_IN_WARP)
-            means = mapped(mean_of, sums, share_of_warp)
-            abouts = mapped(off_mean, numbers, (offs, means, first, step, width, FULL))
-            squares = all_met_in_warp(mapped(squares_held, abouts, ()), LANES_IN_WARP)
-            if WARPS > 1:
-                of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
-                slot = (cuda.threadIdx.x // WARP - warp) * ROWS_HELD
-                if lane % WARP == 0:
-                    for n in range(ROWS_HELD):
-                        there = 2 * (slot + n * WARPS + warp)
-                        of_warps[there] = sums[n]
-                        of_warps[there + 1] = squares[n]
-                cuda.syncthreads()
-            for n in range(ROWS_HELD):
-                if WARPS > 1:
-                    mean, of_row = statistics_of_row(width, slot + n * WARPS, WARPS, of_warps)
-                    about = difference(offs[n], mean)
-                else:
-                    about, of_row = abouts[n], squares[n]
-                scale = scale_of(of_row, share, eps)
-                if row + n < count:
-                    for m in range(QUADS):
-                        column = first + m * step
-                        if FULL or column < width:
-                            if EARLY:
-                                w_quad, b_quad = quad_of(w, m), quad_of(b, m)
-                            else:
-                                w_quad = load_quad(weight, column, width, WHOLE)
-                                b_quad = load_quad(bias, column, width, WHOLE)
-                            result = scaled(quad_of(about, m), scale, w_quad, b_quad)
-                            write_quad(y, (row + n) * width, column, width, result, WHOLE)
-            row = next_row
+        off = difference(real_of(held, eps), real_of(x[base], eps))
+        if not FULL:
+            off = kept(off, first, step, width)
+        sum_ = met_in_warp(sum_of(sum_by_quads(off)), LANES_IN_WARP)
+        about = difference(off, mean_of(sum_, share_of_warp))
+        if not FULL:
+            about = kept(about, first, step, width)
+        squares = met_in_warp(sum_of(sum_by_quads(product(about, about))), LANES_IN_WARP)
+        if WARPS > 1:
+            of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
+            mean, squares = statistics_of_row(width, lane, WARPS, sum_, squares, of_warps)
+            about = difference(off, mean)
+        scale = scale_of(squares, share, eps)
+        if row < count:
+            for n in range(QUADS):
+                column = first + n * step
+                if FULL or column < width:
+                    w, b = load_quad(weight, column, width, WHOLE), load_quad(bias, column, width, WHOLE)
+                    result = scaled(quad_of(about, n), scale, w, b)
+                    write_quad(y, row * width, column, width, result, WHOLE)
 
     return layer_norm_kernel
 
@@ -623,12 +548,7 @@ def wide_layer_norm_kernel(lanes, whole):
             sums = total(sums, product(about, about))
         squares = met_in_warp(sum_of(sums), WARP)
         of_warps = cuda.shared.array(SUMS_OF_WARPS, y.dtype)
-        slot = cuda.threadIdx.x // WARP
-        if lane % WARP == 0:
-            of_warps[2 * slot] = sum_
-            of_warps[2 * slot + 1] = squares
-        cuda.syncthreads()
-        mean, squares = statistics_of_row(width, slot - warp, WARPS, of_warps)
+        mean, squares = statistics_of_row(width, lane, WARPS, sum_, squares, of_warps)
         scale = scale_of(squares, one_over(width, eps), eps)
         if row < count:
             for column in range(first, width, step):

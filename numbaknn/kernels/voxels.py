@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 from numba import cuda, float64, int32, int64
 
-from numbaknn.block import MOST_WARPS, WARP, lane_and_warp, lanes_with, sum_before
+from numbaknn.block import MOST_WARPS, WARP, lane_and_warp, lanes_alike, lanes_below, lanes_with, sum_before, sync_lanes
 from numbaknn.geometry import is_finite, read_point
 from numbaknn.jit import SIMULATED, device, kernel
 from numbaknn.lanes import (
@@ -235,12 +235,8 @@ def sum_digits_kernel(counts, clouds, stretches, bits, totals):
 @device
 def earlier_equals(digit, lane):
     """(how many lanes before this one have the same digit, whether none after it has). Once for a whole warp."""
-    if WARP > 1:
-        equal = np.uint32(cuda.match_any_sync(0xFFFFFFFF, digit))
-        return int32(cuda.popc(equal & np.uint32((np.uint32(1) << np.uint32(lane)) - np.uint32(1)))), (
-            np.uint32(equal >> np.uint32(lane)) == np.uint32(1)
-        )
-    return int32(0), True
+    equal = lanes_alike(digit)
+    return int32(cuda.popc(equal & lanes_below(lane))), np.uint32(equal >> np.uint32(lane)) == np.uint32(1)
 
 
 @cache
@@ -289,15 +285,13 @@ def move_kernel(threads):
             earlier, is_last = earlier_equals(digit, lane)
             if here:
                 place = places[(warp << bits) + digit] + earlier
-            if WARP > 1:
-                cuda.syncwarp()
+            sync_lanes()
             if here:
                 if is_last:
                     places[(warp << bits) + digit] = place + 1
                 keys_after[cloud * count + place] = key
                 order_after[cloud * count + place] = point if as_they_come else order[cloud * count + point]
-            if WARP > 1:
-                cuda.syncwarp()
+            sync_lanes()
 
     return move_kernel
 
@@ -308,7 +302,7 @@ def count_before(condition, scratch, threads):
     for a number a warp."""
     lane, warp, warps = lane_and_warp(threads)
     holding = lanes_with(condition)
-    before = int32(cuda.popc(holding & np.uint32((np.uint32(1) << np.uint32(lane)) - np.uint32(1))))
+    before = int32(cuda.popc(holding & lanes_below(lane)))
     if lane == 0:
         scratch[warp] = cuda.popc(holding)
     cuda.syncthreads()

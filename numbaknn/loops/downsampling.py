@@ -10,7 +10,7 @@ import numpy as np
 from numba import prange
 
 from numbaknn.geometry import read_point
-from numbaknn.jit import loop, part_of_loop
+from numbaknn.jit import device, loop, part_of_loop
 from numbaknn.keys import (
     COUNT,
     PASS,
@@ -33,6 +33,12 @@ from numbaknn.runs import RUN, met, reference_of, run_from, settled
 
 # As a literal it would be a type of its own, for which everything is compiled again.
 START = np.int64(0)
+
+
+@device
+def chunk_of(count, chunk, chunks):
+    """(first, last + 1) of what a core has of so many."""
+    return count * chunk // chunks, count * (chunk + 1) // chunks
 
 
 # -- Keys ----------------------------------------------------------------------------------------------------------------
@@ -66,7 +72,7 @@ def frame_loop(points, dimensions, rows, lattice, digit_bits, frame, boxes, coun
         counts[0] = fitting_bounds(points, dimensions, START, rows, lattice, boxes[0])
     else:
         for chunk in prange(chunks):
-            first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+            first, last = chunk_of(rows, chunk, chunks)
             counts[chunk] = fitting_bounds(points, dimensions, first, last, lattice, boxes[chunk])
     box, count = boxes[0], np.int64(0)
     for chunk in range(chunks):
@@ -95,7 +101,7 @@ def first_misfit_loop(points, dimensions, rows, lattice, chunks):
     """The first row that fits nowhere, `rows` if there is none."""
     found = np.empty(chunks, np.int64)
     for chunk in prange(chunks):
-        first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+        first, last = chunk_of(rows, chunk, chunks)
         found[chunk] = first_misfit_of(points, dimensions, first, last, rows, lattice)
     return found.min()
 
@@ -120,7 +126,7 @@ def keys_loop(points, dimensions, rows, lattice, frame, words, records, chunks):
         write_words(points, dimensions, rows, START, rows, lattice, frame, words, records)
         return
     for chunk in prange(chunks):
-        first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+        first, last = chunk_of(rows, chunk, chunks)
         write_words(points, dimensions, rows, first, last, lattice, frame, words, records)
 
 
@@ -179,13 +185,13 @@ def sort_loop(rows, frame, words, records, spare, chunks):
             move_records(source, START, rows, bit, mask, cursors[0], target)
         else:
             for chunk in prange(chunks):
-                first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+                first, last = chunk_of(rows, chunk, chunks)
                 if new_plane:
                     take_plane(words, rows, plane, number == 0, first, last, source)
                 count_digits(source, first, last, bit, mask, cursors[chunk])
             add_up_cursors(cursors, chunks, mask + 1)
             for chunk in prange(chunks):
-                first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+                first, last = chunk_of(rows, chunk, chunks)
                 move_records(source, first, last, bit, mask, cursors[chunk], target)
         moved = not moved
     return moved
@@ -230,12 +236,12 @@ def heads_loop(rows, frame, records, words, firsts, order, inverse, chunks):
         return voxels
     before = np.zeros(chunks + 1, np.int64)
     for chunk in prange(chunks):
-        first, last = count * chunk // chunks, count * (chunk + 1) // chunks
+        first, last = chunk_of(count, chunk, chunks)
         before[chunk + 1] = count_heads(first, last, records, words, rows, planes)
     for chunk in range(chunks):
         before[chunk + 1] += before[chunk]
     for chunk in prange(chunks):
-        first, last = count * chunk // chunks, count * (chunk + 1) // chunks
+        first, last = chunk_of(count, chunk, chunks)
         write_heads(first, last, records, words, rows, planes, before[chunk], firsts, order, inverse)
     firsts[before[chunks]] = count
     return before[chunks]
@@ -296,26 +302,12 @@ def reduce_loop(
     reduced,
 ):
     """Reduce the values of all voxels. large: those of more than a stretch; shares: borders of about as many points."""
+    given = stretch, firsts, order, values, columns, relative, largest, averaged, nothing, reduced
     if shares.size == 2:
-        reduce_share(
-            START, voxels, stretch, firsts, order, values, columns, relative, largest, averaged, nothing, reduced
-        )
+        reduce_share(START, voxels, *given)
     else:
         for share in prange(shares.size - 1):
-            reduce_share(
-                shares[share],
-                shares[share + 1],
-                stretch,
-                firsts,
-                order,
-                values,
-                columns,
-                relative,
-                largest,
-                averaged,
-                nothing,
-                reduced,
-            )
+            reduce_share(shares[share], shares[share + 1], *given)
     for voxel in large:
         first, last = np.int64(firsts[voxel]), np.int64(firsts[voxel + 1])
         stretches = (last - first + stretch - 1) // stretch
@@ -323,17 +315,8 @@ def reduce_loop(
             reference = reference_of(values, columns, column, order, first, relative, nothing)
             for number in prange(stretches):
                 start = first + number * stretch
-                partials[number] = reduce_stretch(
-                    values,
-                    columns,
-                    column,
-                    order,
-                    start,
-                    min(start + stretch, last),
-                    reference,
-                    largest,
-                    nothing,
-                )
+                part = start, min(start + stretch, last)
+                partials[number] = reduce_stretch(values, columns, column, order, *part, reference, largest, nothing)
             result = nothing
             for number in range(stretches):
                 result = met(result, partials[number], largest)

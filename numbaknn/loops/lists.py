@@ -21,12 +21,9 @@ def list_stretch(
     first, last, queries, among_themselves, cloud, grid, crowded, limit, bounded, k, squared, mantissa, bins, found
 ):
     """Answer the queries first..last - 1."""
-    points, point_count, dimensions = cloud
-    table, starts, frame, shape = grid
     distances, indices = found
-    cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
     for row in range(first, last):
-        asked = row, queries, among_themselves, *cloud, *grid, limit, bounded, k, squared, mantissa, bins
+        asked = row, queries, among_themselves, cloud, grid, limit, bounded, k, squared, mantissa, bins
         # a None is known when this is compiled, and what it rules out is left out
         if crowded is None:
             answer_list(*asked, distances, indices)
@@ -40,19 +37,5 @@ def list_loop(count, queries, among_themselves, cloud, grid, crowded, limit, bou
     for stretch in prange((count + STRETCH - 1) // STRETCH):
         first, last = stretch * STRETCH, min((stretch + 1) * STRETCH, count)
         bins = np.empty(BINS, np.int64)
-        list_stretch(
-            first,
-            last,
-            queries,
-            among_themselves,
-            cloud,
-            grid,
-            crowded,
-            limit,
-            bounded,
-            k,
-            squared,
-            mantissa,
-            bins,
-            found,
-        )
+        wanted = crowded, limit, bounded, k, squared, mantissa
+        list_stretch(first, last, queries, among_themselves, cloud, grid, *wanted, bins, found)

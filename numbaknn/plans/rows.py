@@ -164,18 +164,17 @@ def row_lanes(width, partials):
 class Norm:
     """`layer_norm` for tables of one shape and dtype.
 
-    For experiments alone: lanes, that hold a row; threads of a block; rows, that a group of lanes holds at a time, and
-    turns, that it takes; early, whether the parameters are read before the statistics are known.
+    For experiments alone: lanes, that hold a row; threads of a block.
     """
 
     takes_columns = False
 
-    def __init__(self, count, width, dtype, eps, lanes=None, threads=None, rows=1, early=False, turns=1):
+    def __init__(self, count, width, dtype, eps, lanes=None, threads=None):
         self.count, self.width, self.dtype = count, width, np.dtype(dtype)
         self.eps = self.dtype.type(eps)
         self.lanes = lanes or norm_lanes(width)
-        self.threads, self.rows, self.early, self.turns = threads, rows, early, turns
-        self.key = Norm, self.width, self.dtype, float(self.eps), self.lanes, threads, rows, early, turns
+        self.threads = threads
+        self.key = Norm, self.width, self.dtype, float(self.eps), self.lanes, threads
 
     def outputs(self):
         return (((self.count, self.width), self.dtype),)
@@ -192,17 +191,14 @@ class Norm:
         flat, _, stride = memory
         quads = -(-self.width // (4 * self.lanes))
         whole = self.width % 4 == 0 and stride % 4 == 0 and is_aligned(flat, *parameters, *outputs)
-        rows = turns = 1
         if quads > MOST_QUADS_HELD * (2 if self.lanes == kernels.WARP else 1):
             kernel = kernels.wide_layer_norm_kernel(self.lanes, whole)
         else:
-            full, rows = whole and self.width == 4 * self.lanes * quads, self.rows
-            turns = self.turns if self.lanes <= kernels.WARP else 1
-            kernel = kernels.layer_norm_kernel(self.lanes, quads, whole, full, rows, self.early, turns)
+            full = whole and self.width == 4 * self.lanes * quads
+            kernel = kernels.layer_norm_kernel(self.lanes, quads, whole, full)
         threads = max(self.threads or NORM_THREADS, self.lanes) // self.lanes * self.lanes
         arguments = flat, stride, count, self.width, *parameters, self.eps, *outputs
-        items = -(-count // (rows * turns)) * self.lanes
-        return Launch(kernel, items, threads, *arguments, shared_bytes=EXCHANGE_BYTES * threads)
+        return Launch(kernel, count * self.lanes, threads, *arguments, shared_bytes=EXCHANGE_BYTES * threads)
 
 
 def norm_lanes(width):
