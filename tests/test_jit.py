@@ -51,7 +51,7 @@ RANKS = [
     {"arrays"},
     {"launch", "errors", "keeping", "memory"},
     {"kernels.batches", "loops.batches", "kernels.downsampling", "loops.downsampling"},
-    {"kernels.binning"},
+    {"kernels.binning", "loops.lists"},
     {"kernels.*", "loops.*"},
     {"lists"},
     {"balls"},
@@ -144,7 +144,8 @@ def dispatchers(folder, kind):
     for path in sorted((PACKAGE / folder).glob("*.py")):
         module = importlib.import_module(f"numbaknn.{folder}.{path.stem}".removesuffix(".__init__"))
         for name, value in vars(module).items():
-            if isinstance(value, kind) and value.py_func.__module__ == module.__name__:
+            here = isinstance(value, kind) and value.py_func.__module__ == module.__name__
+            if here and not value.targetoptions.get("forceinline"):
                 yield name, value
 
 

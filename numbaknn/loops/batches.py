@@ -1,4 +1,5 @@
-"""The CPU twin of kernels/batches.py: clouds after one another on every core, a stretch of queries after another."""
+"""The CPU twin of kernels/batches.py: clouds after one another on every core. Their queries are those of loops/neighbors.py
+and loops/lists.py."""
 
 from __future__ import annotations
 
@@ -7,10 +8,8 @@ from numba import prange
 
 from numbaknn.batches import (
     MORE_CELLS,
-    cloud_of,
     count_found,
     first_cell_of,
-    renumber,
     rows_of,
     view_of,
     write_edges,
@@ -18,12 +17,8 @@ from numbaknn.batches import (
 from numbaknn.crowds import CROWD, places_of_crowds
 from numbaknn.geometry import CROWDS, ENTRY, FRAME_LENGTH, SHAPE_LENGTH
 from numbaknn.jit import loop, on_one_core
-from numbaknn.lists import BINS
-from numbaknn.loops import lists, neighbors
 from numbaknn.loops.binning import bin_points, measure_points
 from numbaknn.loops.crowds import refine_twice
-from numbaknn.loops.lists import list_stretch
-from numbaknn.loops.neighbors import knn_stretch
 
 # Points of a graph in one stretch.
 STRETCH = 1024
@@ -91,102 +86,6 @@ def refine_clouds_loop(crowded, rows, batch, entries, limits, grids):
             cells[first:],
             spare[4 * first :],
         )
-
-
-@loop
-def knn_in_clouds_loop(
-    count,
-    queries,
-    among_themselves,
-    cloud,
-    batch,
-    asked,
-    grids,
-    crowded,
-    limit,
-    bounded,
-    k,
-    slots,
-    squared,
-    shrink,
-    found,
-):
-    """Answer all queries, each in its own cloud. asked: borders and each of the queries. crowded: None if no cloud has
-    crowds. The others are those of build_clouds_loop and of knn_loop."""
-    points, rows, dimensions = cloud
-    clouds, borders, each, cells_a_point = batch
-    query_borders, query_each = asked
-    table, starts, frames, shapes = grids
-    distances, indices = found
-    for stretch in prange((count + neighbors.STRETCH - 1) // neighbors.STRETCH):
-        row, last = stretch * neighbors.STRETCH, min((stretch + 1) * neighbors.STRETCH, count)
-        while row < last:
-            number = cloud_of(row, query_borders, query_each, clouds)
-            first_query, own_queries = rows_of(number, query_borders, query_each, count)
-            end = min(last, first_query + own_queries)
-            first, own_count, own_points, own_starts, frame, shape = view_of(
-                number, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
-            )
-            knn_stretch(
-                row - first_query,
-                end - first_query,
-                queries[first_query * dimensions :],
-                among_themselves,
-                (own_points, own_count, dimensions),
-                (table[4 * first :], own_starts, frame, shape),
-                crowded,
-                limit,
-                bounded,
-                k,
-                slots,
-                squared,
-                shrink,
-                (distances[first_query * k :], indices[first_query * k :]),
-            )
-            if each == 0:
-                renumber(row * k, end * k, first, own_count, rows, indices)
-            row = end
-
-
-@loop
-def list_in_clouds_loop(
-    count, queries, among_themselves, cloud, batch, asked, grids, crowded, limit, bounded, k, squared, mantissa, found
-):
-    """The same with lists of any length."""
-    points, rows, dimensions = cloud
-    clouds, borders, each, cells_a_point = batch
-    query_borders, query_each = asked
-    table, starts, frames, shapes = grids
-    distances, indices = found
-    for stretch in prange((count + lists.STRETCH - 1) // lists.STRETCH):
-        row, last = stretch * lists.STRETCH, min((stretch + 1) * lists.STRETCH, count)
-        bins = np.empty(BINS, np.int64)
-        while row < last:
-            number = cloud_of(row, query_borders, query_each, clouds)
-            first_query, own_queries = rows_of(number, query_borders, query_each, count)
-            end = min(last, first_query + own_queries)
-            first, own_count, own_points, own_starts, frame, shape = view_of(
-                number, points, rows, dimensions, borders, each, starts, frames, shapes, cells_a_point
-            )
-            list_stretch(
-                row - first_query,
-                end - first_query,
-                queries[first_query * dimensions :],
-                among_themselves,
-                (own_points, own_count, dimensions),
-                (table[4 * first :], own_starts, frame, shape),
-                crowded,
-                limit,
-                bounded,
-                k,
-                squared,
-                mantissa,
-                bins,
-                (distances[first_query * k :], indices[first_query * k :]),
-            )
-            if each == 0:
-                renumber(row * k, end * k, first, own_count, rows, indices)
-            row = end
 
 
 @loop

@@ -25,6 +25,8 @@ from numbaknn.kernels.neighbors import CROWD_THREADS
 from numbaknn.launch import Launch, read
 from numbaknn.loops import batches as loops
 from numbaknn.loops import binning as binning_loops
+from numbaknn.loops.lists import list_loop
+from numbaknn.loops.neighbors import knn_loop
 from numbaknn.plans.balls import SCAN_THREADS
 from numbaknn.plans.neighbors import (
     BINNING_THREADS,
@@ -185,10 +187,10 @@ class HostClouds:
             options.k,
         )
         if options.k > LONGEST_ON_HOST:
-            loops.list_in_clouds_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
+            list_loop(*asked, options.squared, mantissa_of(self.dtype), (distances, indices))
         else:
             slots, shrink = slots_and_shrink(options, self.dtype, self._crowded)
-            loops.knn_in_clouds_loop(*asked, slots, options.squared, shrink, (distances, indices))
+            knn_loop(*asked, slots, options.squared, shrink, (distances, indices))
 
 
 class DeviceClouds:

@@ -240,6 +240,10 @@ def crowd_launches(cloud, clouds, first_entry, limits, crowded, boxes, grids, so
     return launches
 
 
+# The borders of a cloud without rows.
+NO_ROWS = np.zeros(2, np.int64)
+
+
 class HostGrid:
     """A grid in host memory, built and searched by the CPU loops."""
 
@@ -283,6 +287,8 @@ class HostGrid:
             self.points if among_themselves else queries,
             among_themselves,
             (self.points, self.rows, self.dimensions),
+            (1, NO_ROWS, self.rows, 0),  # a batch of one cloud
+            (NO_ROWS, count),
             (self.table, self.starts, self.frame, self.shape),
             self.crowded,
         )
