@@ -34,6 +34,8 @@ from pathlib import Path
 import numba
 import numpy as np
 from numba import cuda
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 from numba.core.extending import intrinsic
 
 SIMULATED = bool(cuda.config.ENABLE_CUDASIM if hasattr(cuda, "config") else numba.config.ENABLE_CUDASIM)
@@ -74,8 +76,9 @@ _load_openmp()
 
 
 # The serial inside of a loop neither makes nor keeps arrays. Without Numba's runtime it doesn't count references either:
-# an atomic increment and decrement for every array of every call, which took as long as the search itself.
-_BORROWING = {"_nrt": False, "no_cpython_wrapper": True, "nogil": True}
+# an atomic increment and decrement for every array of every call, which took as long as the search itself. Only compiled
+# functions call it, so there is no wrapper for Python, nor one for C.
+_BORROWING = {"_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "nogil": True}
 
 
 # Only what is written as prange runs in parallel. Numba would make a parallel region of every array expression too, and
@@ -92,16 +95,43 @@ _PRANGE_ALONE = {
 }
 
 
+class _ToBeLinked(JITCodeLibrary):
+    """A function that compiled functions alone call: its LLVM code is linked into theirs, and machine code made of it there.
+
+    Numba makes machine code of every function by itself too, which took a quarter of the time that a loop is compiled.
+    """
+
+    # private names of numba 0.68; tests/test_jit.py fails when they move
+    def _finalize_final_module(self):
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name):
+        return 0
+
+    @property
+    def codegen(self):
+        """Stands in for what would tell the machine code where its Python objects are: there are none."""
+        return python.SimpleNamespace(set_env=lambda name, environment: None)
+
+
+class _CompilerForLinking(Compiler):
+    def define_pipelines(self):
+        self.state.library = _ToBeLinked(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        return super().define_pipelines()
+
+
 def device(function):
     """A function of one item, inlined into the kernels and loops that call it."""
-    return numba.njit(forceinline=True, error_model="numpy", **_BORROWING)(function)
+    return numba.njit(forceinline=True, error_model="numpy", pipeline_class=_CompilerForLinking, **_BORROWING)(function)
 
 
 def seldom(function):
     """A `device` function that few items reach: whether it is inlined is left to the compiler, which inlines it into what is
     inlined itself. `lanes.stays_apart` has one called on any target."""
 
-    return numba.njit(error_model="numpy", **_BORROWING)(function)
+    return numba.njit(error_model="numpy", pipeline_class=_CompilerForLinking, **_BORROWING)(function)
 
 
 def loop(function):

@@ -35,28 +35,37 @@ def chosen(variants):
             seen.add(kernel)
 
 
-VARIANTS = dict(chosen(kernel_table.variants()))
+# Those of one type of reals after one another: they call the same functions, which a process compiles once.
+VARIANTS = dict(sorted(chosen(kernel_table.variants()), key=lambda variant: variant[0].rpartition("-")[2]))
 NEIGHBORS = [
     name for name in VARIANTS if name.startswith(("knn_", "count_balls", "fill_balls", "list_", "long_list", "sort"))
 ]
+# All variants are compiled for one compute capability, and one variant of each kernel for one of the others too, which take
+# turns.
+ONE_OF_EACH = {name.partition("[")[0].partition("-")[0]: name for name in reversed(VARIANTS)}
+OTHERS = [capability for capability in COMPUTE_CAPABILITIES if capability != ASSEMBLED]
+CAPABILITIES = {name: [ASSEMBLED] for name in VARIANTS}
+for name, capability in zip(ONE_OF_EACH.values(), cycle(OTHERS)):
+    CAPABILITIES[name].append(capability)
 
 
 @pytest.fixture(scope="module")
 def compiled():
     """A function (identifier, compute capability) -> PTX, each compiled once.
 
-    In processes of their own: the compiler is asked for devices that aren't there, and nothing that other tests have done
-    to numba's registries is in its way. What will be asked next is compiled meanwhile.
+    In a process of its own: the compiler is asked for devices that aren't there, and nothing that other tests have done to
+    numba's registries is in its way. One process, as most of the time goes into the functions that kernels call, and those
+    are kept by the process that compiled them. What will be asked next is compiled meanwhile.
     """
     futures, names = {}, list(VARIANTS)
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as compiler:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as compiler:
 
         def compile_ptx(identifier, capability=ASSEMBLED):
             place = names.index(identifier)
-            ahead = names[place : place + 3] if capability == ASSEMBLED else [identifier]
-            for name in ahead:
-                if (name, capability) not in futures:
-                    futures[name, capability] = compiler.submit(kernel_table.compile_ptx, name, capability)
+            for name in names[place : place + 2]:
+                for wanted in CAPABILITIES[name]:
+                    if (name, wanted) not in futures:
+                        futures[name, wanted] = compiler.submit(kernel_table.compile_ptx, name, wanted)
             return futures[identifier, capability].result()
 
         yield compile_ptx
@@ -152,18 +161,19 @@ def test_accesses_of_128_bits(compiled, identifier):
     a_point = 1 if real == types.float32 else 2
     assert loads >= entry.loads * a_point
     assert stores >= entry.stores * a_point
+    if entry.tile:
+        check_products(ptx, identifier)
 
 
-@pytest.mark.parametrize("name", [name for name, (entry, *_) in VARIANTS.items() if entry.tile])
-def test_products(compiled, name):
+def check_products(ptx, identifier):
     """A step of the matrix product is products and sums, fused or not, and the fewest reads of shared memory for them."""
-    entry, real, _ = VARIANTS[name]
-    tile, ptx = entry.tile, compiled(name)
+    entry, real, _ = VARIANTS[identifier]
+    tile = entry.tile
     lanes, suffix, words = ("v4", "f32", 1) if real == types.float32 else ("v2", "f64", 2)
     quads = tile.depth * (tile.row_quads + tile.column_quads)
     assert len(re.findall(rf"\bld\.shared\.{lanes}\.{suffix}", ptx)) == quads * words
     assert not re.search(rf"\bld\.shared\.{suffix}", ptx)
-    if "gelu" not in name:  # whose formula has some of its own
+    if "gelu" not in identifier:  # whose formula has some of its own
         for operation in ("fma",) if entry.fused else ("mul", "add"):
             found = len(re.findall(rf"\b{operation}\.rn\.{suffix}", ptx))
             assert found == tile.depth * 16 * tile.row_quads * tile.column_quads
@@ -182,14 +192,5 @@ def check_compiled(ptx, identifier, capability):
 
 
 def test_compiles(compiled, identifier):
-    check_compiled(compiled(identifier), identifier, ASSEMBLED)
-
-
-# All variants for one compute capability, and one variant of each kernel for one of the others, which take turns.
-ONE_OF_EACH = {name.partition("[")[0].partition("-")[0]: name for name in reversed(VARIANTS)}
-OTHERS = [capability for capability in COMPUTE_CAPABILITIES if capability != ASSEMBLED]
-
-
-@pytest.mark.parametrize("name, capability", list(zip(ONE_OF_EACH.values(), cycle(OTHERS))), ids=str)
-def test_compiles_for(compiled, name, capability):
-    check_compiled(compiled(name, capability), name, capability)
+    for capability in CAPABILITIES[identifier]:
+        check_compiled(compiled(identifier, capability), identifier, capability)
