@@ -1,6 +1,6 @@
 """Batches of clouds and graphs on a CUDA device: microseconds, medians with quartiles.
 
-    python asv_benchmarks/batches.py [--no-check]
+    python asv_benchmarks/batches.py [--no-check] [--unkind]
 
 First the answers are compared with those of the CPU loops, bit for bit. Then, on CuPy arrays in float32, every cloud is
 asked about its own points: `knn` of (B, M, 3), of the same clouds by their borders, their graph, the batch as a plan, beside
@@ -20,6 +20,7 @@ from against_scipy import CLOUDS
 from ball_and_k import same, show
 
 import numbaknn
+from numbaknn.plans import batches as plans
 
 # (clouds, points each, with one of the clouds so many times as large)
 SHAPES = [
@@ -31,8 +32,42 @@ SHAPES = [
     (4, 100_000, 1),
     (500, 100, 1_000),
 ]
+# The same with clouds of UNKIND.
+UNKIND_SHAPES = [(128, 1_024, 1), (32, 4_096, 1), (32, 8_192, 1), (4, 100_000, 1), (500, 100, 1_000)]
 # Clouds one by one, and PyTorch's matrices, up to so many clouds or elements.
 MOST_CLOUDS, MOST_ELEMENTS = 100, 1 << 30
+
+
+def lidar(count, rng):
+    """Rings around a scanner, whose density falls with the square of the distance."""
+    angles, distances = 2 * np.pi * rng.random(count), 1 + 99 * rng.random(count) ** 2
+    heights = 0.3 * np.sin(distances) + 0.02 * rng.normal(size=count)
+    return np.stack([distances * np.cos(angles), distances * np.sin(angles), heights], axis=1).astype(np.float32)
+
+
+def outliers(count, rng):
+    """Every thousandth point a thousand times as far away, and one farther still."""
+    points = rng.random((count, 3), np.float32)
+    points[::1_000] *= 1e3
+    points[0] = 1e6
+    return points
+
+
+UNKIND = {"LiDAR": lidar, "outliers": outliers}
+
+
+def with_limits(call, largest, most):
+    """The call with finer grids for the crowds of clouds of more points than these."""
+
+    def limited():
+        before = plans.LARGEST_UNREFINED, plans.MOST_UNREFINED
+        plans.LARGEST_UNREFINED, plans.MOST_UNREFINED = largest, most
+        try:
+            return call()
+        finally:
+            plans.LARGEST_UNREFINED, plans.MOST_UNREFINED = before
+
+    return limited
 
 
 def peers(points, shape, lengths, k):
@@ -59,7 +94,8 @@ def batches(shape, cloud, k, check):
     lengths = np.full(count, size)
     lengths[count // 2] *= factor
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    host = CLOUDS[cloud](int(offsets[-1]), np.random.default_rng(1))
+    make, rng = (CLOUDS | UNKIND)[cloud], np.random.default_rng(1)
+    host = np.concatenate([make(length, rng) for length in lengths]) if cloud in UNKIND else make(int(offsets[-1]), rng)
     title = f"{count:,} clouds of {size:,}{f' (one of {size * factor:,})' if factor > 1 else ''}, {cloud}, k={k}"
     points, borders = cupy.asarray(host), cupy.asarray(offsets)
     ragged = {"offsets": borders, "query_offsets": borders}
@@ -73,6 +109,9 @@ def batches(shape, cloud, k, check):
         "knn_graph": lambda: numbaknn.knn_graph(points, k, offsets=borders),
         "as one cloud": lambda: numbaknn.knn(points, points, k),
     }
+    if cloud in UNKIND:
+        calls["with finer grids"] = with_limits(calls["numbaknn"], 0, 0)
+        calls["without finer grids"] = with_limits(calls["numbaknn"], 1 << 40, 1 << 40)
     if factor == 1:
         regular = points.reshape(count, size, 3)
         calls["(B, M, 3)"] = lambda: numbaknn.knn(regular, regular, k)
@@ -85,15 +124,16 @@ def batches(shape, cloud, k, check):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-check", dest="check", action="store_false", help="don't compare the answers first")
-    check = parser.parse_args().check
+    parser.add_argument("--unkind", action="store_true", help="clouds that a grid isn't made for")
+    options = parser.parse_args()
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     print(
         f"{properties['name'].decode()}, numbaknn {numbaknn.__version__}, CuPy {cupy.__version__}, NumPy {np.__version__}"
     )
-    for cloud in ("cube", "surface"):
-        for shape in SHAPES:
-            for k in (1, 8, 32):
-                batches(shape, cloud, k, check)
+    for cloud in UNKIND if options.unkind else ("cube", "surface"):
+        for shape in UNKIND_SHAPES if options.unkind else SHAPES:
+            for k in (1, 8) if options.unkind else (1, 8, 32):
+                batches(shape, cloud, k, options.check)
 
 
 if __name__ == "__main__":
