@@ -52,7 +52,7 @@ ARRAYS = {
 SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
-    "mantissa room stride depth clouds each query_each block_bits cells_a_point grids most_in_cell missing edge_count "
+    "mantissa room stride depth clouds each query_each block_bits cells_a_point grids largest_unrefined missing edge_count "
     "batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each "
     "length tiles splits ticket entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
@@ -217,6 +217,7 @@ KERNELS |= {
         (512 // blocks,),
         loads=1,
         scalars="shrink",
+        own={"order": types.int32},
         calls=True,
         threads=(neighbors.CROWD_THREADS, blocks),
         reals=(real,),
@@ -243,6 +244,9 @@ KERNELS["long_list_in_crowded_clouds_kernel"] = Entry(
     batches.long_list_in_crowded_clouds_kernel, (128, 128), loads=1, calls=True, threads=LIST_BOUNDS
 )
 KERNELS |= {
+    "count_queries_of_clouds_kernel": Entry(
+        batches.count_queries_of_clouds_kernel, (40, 48), own={"stretches": types.int32}
+    ),
     "clear_clouds_kernel": Entry(batches.clear_clouds_kernel, (32,)),
     "bounds_of_clouds_kernel": Entry(batches.bounds_of_clouds_kernel, (48, 77)),
     "lattices_of_clouds_kernel": Entry(batches.lattices_of_clouds_kernel, (32, 36)),

@@ -624,6 +624,7 @@ def set_worth_ordering(count):
     """So many queries among crowds are put in order; how many it took before."""
     neighbors = sys.modules["numbaknn.plans.neighbors"]
     before, neighbors.WORTH_ORDERING = neighbors.WORTH_ORDERING, count
+    sys.modules["numbaknn.plans.batches"].WORTH_ORDERING = count
     return before
 
 

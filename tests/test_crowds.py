@@ -268,6 +268,22 @@ def test_clouds_of_a_batch_on_a_device(copies, dtype, where):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("k", [1, 8])
+def test_many_queries_of_a_batch_on_a_device(k):
+    """So many that they are put into the order of the table."""
+    cupy = pytest.importorskip("cupy")
+    points, _, borders, _ = batch_of(MIXED, OF_MIXED, ASKED_OF_MIXED)
+    asked = np.arange(len(borders)) * 40_000
+    rng = np.random.default_rng(0)
+    own = rng.integers(borders[:-1].repeat(40_000), np.maximum(borders[1:], borders[:-1] + 1).repeat(40_000))
+    queries = points[np.minimum(own, len(points) - 1)] + (1e-3 * rng.normal(size=(len(own), 3))).astype(np.float32)
+    right = numbaknn.knn(points, queries, k=k, offsets=borders, query_offsets=asked, target="cpu")
+    given = [cupy.asarray(array) for array in (points, queries, borders, asked)]
+    found = numbaknn.knn(*given[:2], k=k, offsets=given[2], query_offsets=given[3])
+    same(map(cupy.asnumpy, found), right)
+
+
+@pytest.mark.gpu
 def test_wrong_borders_among_crowds_lead_nowhere():
     cupy = pytest.importorskip("cupy")
     points, queries, *borders = batch_of([*MIXED, *MIXED], 2 * OF_MIXED, 2 * ASKED_OF_MIXED)
@@ -424,6 +440,18 @@ def test_batches_simulated(simulated, where):
     for k in (3, 40) if where == "c" else (1,):
         found = simulated(simulator.batch_on_device, points, queries, "c", *borders, where, k=k)
         same([array for _, array in found], oracle.nearest_in_clouds(points, queries, *borders, k))
+
+
+def test_batches_simulated_in_order(simulated):
+    """Queries of clouds with crowds that are put into the order of the table, two of them not finite."""
+    points, queries, *borders = batch_of([two_sites, regular, equal], [CROWD + 30, 5, CROWD + 3], [5, 2, 4])
+    queries[[1, 6]] = np.nan
+    before = simulated(simulator.set_worth_ordering, 2)
+    try:
+        found = simulated(simulator.batch_on_device, points, queries, "c", *borders, "c", k=2)
+    finally:
+        simulated(simulator.set_worth_ordering, before)
+    same([array for _, array in found], oracle.nearest_in_clouds(points, queries, *borders, 2))
 
 
 def test_graphs_of_batches_simulated(simulated):

@@ -38,7 +38,7 @@ from numbaknn.block import (
     scan_tile,
     sum_in_block,
 )
-from numbaknn.crowds import REFINEMENTS
+from numbaknn.crowds import CROWD, REFINEMENTS
 from numbaknn.geometry import (
     CROWDED,
     CROWDS,
@@ -70,6 +70,7 @@ from numbaknn.kernels.binning import (
 from numbaknn.kernels.crowds import slot_of_row
 from numbaknn.kernels.lists import CROWD_BLOCKS, MOST_THREADS, answer_in_block_of
 from numbaknn.kernels.neighbors import CROWD_THREADS, answer_or_leave, ask_of, nearest_by_warp
+from numbaknn.kernels.ordering import count_query
 from numbaknn.lanes import as_type_of, bits_of, fold, order_key, store_point
 from numbaknn.search import answer_of, write_answer
 
@@ -184,7 +185,7 @@ def cells_of_clouds_kernel(
     borders,
     each,
     cells_a_point,
-    most_in_cell,
+    largest_unrefined,
     frames,
     shapes,
     starts,
@@ -192,13 +193,15 @@ def cells_of_clouds_kernel(
     ranks,
     crowded,
 ):
-    """binning.cells_kernel for all clouds. A cell with more than `most_in_cell` points is a crowd."""
+    """binning.cells_kernel for all clouds. Those of more rows than `largest_unrefined` get finer grids for their crowds."""
     cloud, first_row, last, row = share_of_block(block_bits, clouds, borders, each, rows)
     lane, _, _ = lane_and_warp(cuda.blockDim.x)
     first_cell = first_cell_of(cloud, first_row, cells_a_point)
     shape = shapes[cloud * SHAPE_LENGTH :]
     grid = read_grid(frames[cloud * FRAME_LENGTH :], shape)
     behind = shape[0] * shape[1] * shape[2]
+    _, own_rows = rows_of(cloud, borders, each, rows)
+    crowd = CROWD if own_rows > largest_unrefined else rows
     while row - lane < last:  # the lanes of a warp go round together
         counted, finite = int32(NOWHERE), False
         if row < last:
@@ -209,7 +212,7 @@ def cells_of_clouds_kernel(
         rank = rank_in_warp(counted, starts)
         if row < last:
             ranks[row] = rank
-            if rank == most_in_cell and finite:
+            if rank == crowd and finite:
                 crowded[0] = shape[CROWDED] = 1
         row += cuda.blockDim.x
 
@@ -313,6 +316,37 @@ def knn_in_clouds_kernel(capacity, among_themselves, shrinks):
     return knn_in_clouds_kernel
 
 
+@kernel
+def count_queries_of_clouds_kernel(
+    query_count,
+    queries,
+    points,
+    rows,
+    dimensions,
+    starts,
+    frames,
+    shapes,
+    clouds,
+    borders,
+    each,
+    query_borders,
+    query_each,
+    cells_a_point,
+    crowded,
+    bits,
+    stretches,
+    places,
+):
+    """ordering.count_queries_kernel for all clouds."""
+    if crowded[0] == 0:
+        return
+    n = cuda.grid(1)
+    batch, asked = (clouds, borders, each, cells_a_point), (query_borders, query_each)
+    arrays = points, rows, dimensions, starts, frames, shapes, batch, asked, query_count
+    _, _, _, grid = asked_cloud(min(n, query_count - 1), *arrays)
+    count_query(n, query_count, queries, dimensions, *grid, bits, stretches, places)
+
+
 @cache
 def knn_in_crowded_clouds_kernel(capacity, blocks, among_themselves):
     """neighbors.knn_among_crowds_kernel for the clouds of a batch that have crowds."""
@@ -341,11 +375,12 @@ def knn_in_crowded_clouds_kernel(capacity, blocks, among_themselves):
         squared,
         shrink,
         crowded,
+        order,
         distances,
         indices,
     ):
-        """As many threads as the device has room for: each answers one query after another, and a warp what its threads
-        leave. Without an eps `shrink` is 1."""
+        """As many threads as the device has room for: each answers one query after another, in the order of `order` if that
+        isn't empty, and a warp what its threads leave. Without an eps `shrink` is 1."""
         if crowded[0] == 0:
             return
         lane, _, _ = lane_and_warp(cuda.blockDim.x)
@@ -355,6 +390,7 @@ def knn_in_crowded_clouds_kernel(capacity, blocks, among_themselves):
         while begin < query_count:
             n, left = begin + lane, False
             if n < query_count:
+                n = order[n] if order.size > 0 else n
                 first, first_query, cloud, grid = asked_cloud(n, *arrays)
                 if grid[2][CROWDED] != 0:
                     own = ask(
@@ -370,6 +406,7 @@ def knn_in_crowded_clouds_kernel(capacity, blocks, among_themselves):
             lanes = lanes_with(left)
             while lanes != 0:
                 n = begin + cuda.ffs(lanes) - 1
+                n = order[n] if order.size > 0 else n
                 first, first_query, cloud, grid = asked_cloud(n, *arrays)
                 own_starts, _, shape = grid
                 row, x, y, z, itself = ask(

@@ -2,7 +2,7 @@
 
 Launched in this order: `clear_places`, `count_queries`, `sum_places`, `place_queries`; a counting sort of the queries by the
 stretch of the table that they lie in. No answer depends on it. It pays for clouds with crowds, in which threads that search
-different crowds wait for each other; on other clouds each of the kernels ends at once.
+different crowds wait for each other; where crowded[0] is zero there are none, and each of the kernels ends at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numba import cuda
 
 from numbaknn.block import NOWHERE, rank_in_warp, sum_before
 from numbaknn.crowds import CROWD, REFINEMENTS, grid_of_crowd
-from numbaknn.geometry import CROWDED, LONGEST, cell_of, is_finite, read_grid, read_point
+from numbaknn.geometry import LONGEST, cell_of, is_finite, read_grid, read_point
 from numbaknn.jit import device, kernel
 
 # Stretches that the table is divided into, at most: a power of two.
@@ -59,19 +59,17 @@ slot_near = slot_near_of(REFINEMENTS)
 
 
 @kernel
-def clear_places_kernel(shape, places):
+def clear_places_kernel(crowded, places):
     """Set the counts of the stretches to zero."""
     stretch = cuda.grid(1)
-    if shape[CROWDED] != 0 and stretch < places.size:
+    if crowded[0] != 0 and stretch < places.size:
         places[stretch] = 0
 
 
-@kernel
-def count_queries_kernel(query_count, queries, dimensions, starts, frame, shape, bits, stretches, places):
-    """The stretch of each query, of 2^bits slots, and the number of queries of each stretch."""
-    if shape[CROWDED] == 0:
-        return
-    n = cuda.grid(1)
+@device
+def count_query(n, query_count, queries, dimensions, starts, frame, shape, bits, stretches, places):
+    """Note the stretch of query n, of 2^bits slots, and count it there; n may be beyond the last one. All lanes of a warp
+    get here."""
     stretch = np.int32(NOWHERE)
     if n < query_count:
         x, y, z = read_point(queries, n, dimensions)
@@ -81,9 +79,16 @@ def count_queries_kernel(query_count, queries, dimensions, starts, frame, shape,
 
 
 @kernel
-def sum_places_kernel(shape, places):
+def count_queries_kernel(query_count, queries, dimensions, starts, frame, shape, crowded, bits, stretches, places):
+    """The stretch of each query, and the number of queries of each stretch."""
+    if crowded[0] != 0:
+        count_query(cuda.grid(1), query_count, queries, dimensions, starts, frame, shape, bits, stretches, places)
+
+
+@kernel
+def sum_places_kernel(crowded, places):
     """Turn the counts of the stretches into the places of their first queries. One block."""
-    if shape[CROWDED] == 0:
+    if crowded[0] == 0:
         return
     each = (places.size // AT_ONCE + cuda.blockDim.x - 1) // cuda.blockDim.x * AT_ONCE
     first = min(each * cuda.threadIdx.x, places.size)
@@ -104,9 +109,9 @@ def sum_places_kernel(shape, places):
 
 
 @kernel
-def place_queries_kernel(query_count, shape, stretches, places, order):
+def place_queries_kernel(query_count, crowded, stretches, places, order):
     """Give each query its place in the order."""
-    if shape[CROWDED] == 0:
+    if crowded[0] == 0:
         return
     n = cuda.grid(1)
     stretch = stretches[n] if n < query_count else np.int32(NOWHERE)

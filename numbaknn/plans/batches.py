@@ -41,6 +41,7 @@ from numbaknn.plans.neighbors import (
     POINTS_A_CELL,
     POINTS_A_CHUNK,
     QUERY_THREADS,
+    WORTH_ORDERING,
     DeviceCall,
     DeviceGrid,
     HostGrid,
@@ -51,6 +52,7 @@ from numbaknn.plans.neighbors import (
     keep_if_captured,
     list_threads,
     mantissa_of,
+    ordering_launches,
     records,
     run_kept,
     shrink_of,
@@ -242,7 +244,7 @@ class DeviceClouds:
         shared, sorting = (*points, block_bits, *batch), (starts, cells, ranks)
         right = self._given, clouds, rows, each, entries, self._borders
         laid = rows, *batch, self._cells_a_point, POINTS_A_CELL, *limits_of(self.dtype)
-        most_in_cell = CROWD if refined else rows
+        largest_unrefined = LARGEST_UNREFINED if refined else rows
         cleared = min(max(entries, marks.size), MOST_BLOCKS * BINNING_THREADS)
         finer = (
             crowd_launches(
@@ -273,7 +275,7 @@ class DeviceClouds:
                 threads,
                 *shared,
                 self._cells_a_point,
-                most_in_cell,
+                largest_unrefined,
                 *grids,
                 *sorting,
                 crowded,
@@ -289,13 +291,8 @@ class DeviceClouds:
         """The prepared launches of a query; queries=None asks for the points themselves."""
         among_themselves = queries is None
         k, dtype, layout = options.k, self.dtype, self._layout
-        asked = (
-            count,
-            self.points if among_themselves else queries,
-            self.points,
-            self.rows,
-            self.dimensions,
-            self._table,
+        asked_points = self.points if among_themselves else queries, self.points, self.rows, self.dimensions
+        grids = (
             self._starts,
             self._frames,
             self._shapes,
@@ -305,11 +302,9 @@ class DeviceClouds:
             self._borders if among_themselves else self._query_borders,
             layout.each if among_themselves else layout.query_each,
             self._cells_a_point,
-            square_limit(options.bound, dtype),
-            bool(options.bound != np.inf),
-            k,
-            options.squared,
         )
+        bound = square_limit(options.bound, dtype), bool(options.bound != np.inf)
+        asked = count, *asked_points, self._table, *grids, *bound, k, options.squared
         answer = distances, indices
         # what is asked of clouds without crowds, and what of the others: the device knows which there are
         if k > LONGEST_ON_DEVICE[dtype.itemsize]:
@@ -338,7 +333,12 @@ class DeviceClouds:
             blocks = crowd_blocks(k, dtype)
             kernel = stages.knn_in_crowded_clouds_kernel(crowd_capacity(k), blocks, among_themselves)
             items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
-            launches.append(Launch(kernel, items, CROWD_THREADS, *asked, self._crowded, *answer))
+            ordering_first, order = [], self._empty(0, np.int32)
+            if count >= WORTH_ORDERING and not among_themselves:
+                counting = stages.count_queries_of_clouds_kernel, *asked_points, *grids
+                ordering_first, order = ordering_launches(self.rows, count, self._crowded, counting, self._empty)
+            among_crowds = *asked, self._crowded, order, *answer
+            launches += [*ordering_first, Launch(kernel, items, CROWD_THREADS, *among_crowds)]
         return launches
 
 

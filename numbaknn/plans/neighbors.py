@@ -16,7 +16,7 @@ from numba.np.numpy_support import from_dtype
 from numbaknn.arrays import NUMPY
 from numbaknn.block import COUNTS_A_THREAD, WARP
 from numbaknn.crowds import CROWD, REFINEMENTS, level_entries, most_crowds
-from numbaknn.geometry import FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
+from numbaknn.geometry import CROWDED, FRAME_LENGTH, MOST_CELLS, MOST_CELLS_A_POINT, SHAPE_LENGTH
 from numbaknn.keeping import Kept
 from numbaknn.kernels import binning as stages
 from numbaknn.kernels import crowds as crowd_stages
@@ -240,6 +240,24 @@ def crowd_launches(cloud, clouds, first_entry, limits, crowded, boxes, grids, so
     return launches
 
 
+def ordering_launches(rows, count, crowded, counting, empty):
+    """The launches that put the queries of clouds with crowds in the order of the table, and the flat array that will hold
+    their order.
+
+    counting: the kernel that counts them, and its arguments behind the number of queries. empty: what allocates.
+    """
+    bits, length = ordering.places_for(rows)
+    places, stretches, order = empty(length, np.int32), empty(count, np.int32), empty(count, np.int32)
+    threads, (count_kernel, *located) = BINNING_THREADS, counting
+    counted = count, *located, crowded, bits, stretches, places
+    return [
+        Launch(ordering.clear_places_kernel, places.size, threads, crowded, places),
+        Launch(count_kernel, count, threads, *counted),
+        Launch(ordering.sum_places_kernel, ONE_BLOCK, ONE_BLOCK, crowded, places),
+        Launch(ordering.place_queries_kernel, count, threads, count, crowded, stretches, places, order),
+    ], order
+
+
 # The borders of a cloud without rows.
 NO_ROWS = np.zeros(2, np.int64)
 
@@ -440,28 +458,16 @@ class DeviceGrid:
         blocks = crowd_blocks(k, dtype)
         crowd_kernel = knn_among_crowds_kernel(crowd_capacity(k), blocks, among_themselves)
         items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
-        ordered = count >= WORTH_ORDERING and not among_themselves
-        ordering_launches, order = self._ordering(queries, count) if ordered else ([], self._empty(0, np.int32))
+        ordering_first, order = [], self._empty(0, np.int32)
+        if count >= WORTH_ORDERING and not among_themselves:
+            crowded = self.shape.part(CROWDED, 1, np.int32)
+            counted = ordering.count_queries_kernel, queries, self.dimensions, *grid[1:]
+            ordering_first, order = ordering_launches(self.rows, count, crowded, counted, self._empty)
         return [
             Launch(kernel, count, QUERY_THREADS, *asked, *wanted, *answer),
-            *ordering_launches,
+            *ordering_first,
             Launch(crowd_kernel, items, CROWD_THREADS, *asked, *among_crowds, order, *answer),
         ]
-
-    def _ordering(self, queries, count):
-        """The launches that put the queries of a cloud with crowds in the order of the table, and the flat array that will
-        hold their order."""
-        bits, length = ordering.places_for(self.rows)
-        places = self._empty(length, np.int32)
-        stretches, order = self._empty(count, np.int32), self._empty(count, np.int32)
-        threads, located = BINNING_THREADS, (self.starts, self.frame, self.shape)
-        counted = count, queries, self.dimensions, *located, bits, stretches, places
-        return [
-            Launch(ordering.clear_places_kernel, places.size, threads, self.shape, places),
-            Launch(ordering.count_queries_kernel, count, threads, *counted),
-            Launch(ordering.sum_places_kernel, ONE_BLOCK, ONE_BLOCK, self.shape, places),
-            Launch(ordering.place_queries_kernel, count, threads, count, self.shape, stretches, places, order),
-        ], order
 
     def query(self, queries, count, options, distances, indices, stream):
         """Fill the flat outputs with the k nearest of each query; queries=None asks for the points themselves."""
