@@ -18,6 +18,7 @@ import numba
 import numpy as np
 import pytest
 from numba import cuda
+from numba.core.codegen import JITCodeLibrary
 
 import numbaknn
 from numbaknn import jit, lanes, topk
@@ -214,6 +215,28 @@ def test_the_private_name_of_the_stamp(compiler):
     assert function._cache._cache_file._source_stamp not in (None, jit._PACKAGE_STAMP)
 
 
+def test_device_functions_have_no_machine_code_of_their_own():
+    """The private names of numba that jit.py overrides are those that it asks for."""
+
+    @jit.device
+    def twice(x):
+        return x + x
+
+    @numba.njit
+    def four_times(x):
+        return twice(twice(x))
+
+    assert four_times(1.5) == 6.0
+    (inlined,) = twice.overloads.values()
+    library = inlined.library
+    assert isinstance(library, jit._ToBeLinked) and library._finalized
+    for name in set(vars(jit._ToBeLinked)) - {"__module__", "__doc__"}:
+        assert hasattr(JITCodeLibrary, name)
+    assert not library._codegen._engine.is_symbol_defined(inlined.fndesc.llvm_func_name)
+    (whole,) = four_times.overloads.values()
+    assert whole.library._codegen._engine.is_symbol_defined(whole.fndesc.llvm_func_name)
+
+
 @pytest.fixture
 def copied_package(tmp_path):
     """A copy of the package without its caches, to be edited."""
@@ -274,8 +297,8 @@ import numpy as np
 import numbaknn as nk
 from numbaknn.loops import binning, dense, downsampling, interpolation, neighbors, rows, voxels
 points = np.random.default_rng(0).random((50, 3))
-nk.knn(points, points, k=2, target="cpu")
-nk.interpolate(points, points, points, k=2, target="cpu")
+nk.knn(points, points, k=3, target="cpu")
+nk.interpolate(points, points, points, k=3, target="cpu")
 nk.row_score(points, *points[:3], target="cpu")
 nk.layer_norm(points, *points[:2], target="cpu")
 nk.linear(points, points, points[:, 0], activation="gelu", target="cpu")

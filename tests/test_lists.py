@@ -330,7 +330,8 @@ SIMULATED = ["lattice", "all_equal", "some_overflow", "one_dimension"]
 @pytest.mark.parametrize("family", SIMULATED)
 def test_simulated_families(simulated, family):
     points, queries = clouds.draw(family, F32, 60, 3)
-    found = both(simulated, points, [(queries, {"k": 40}), (queries, {"k": 64}), (queries, {"k": 33, "squared": True})])
+    options = {"k": 33, "squared": True, "index_dtype": "int32"}
+    found = both(simulated, points, [(queries, {"k": 40}), (queries, {"k": 64}), (queries, options)])
     same(found[0], oracle.nearest(points, queries, 40))
     both(simulated, points[:36], [(None, {"k": 33})])
 
@@ -340,7 +341,7 @@ def test_simulated_families(simulated, family):
 def test_simulated_double(simulated, family):
     points, queries = clouds.draw(family, F64, 50, 3)
     bound = float(oracle.nearest(points, queries, 37)[0][0, -1])
-    options = {"k": 36, "distance_upper_bound": bound, "index_dtype": "int32"}
+    options = {"k": 36, "distance_upper_bound": bound}
     both(simulated, points, [(queries, {"k": 36}), (queries, options)])
 
 
