@@ -103,7 +103,7 @@ class _ToBeLinked(JITCodeLibrary):
     compile a loop.
     """
 
-    # private names of numba 0.68; tests/test_jit.py fails when they move
+    # private names of numba; tests/test_jit.py fails when they move
     def _optimize_final_module(self):
         pass
 
@@ -127,16 +127,20 @@ class _CompilerForLinking(Compiler):
         return super().define_pipelines()
 
 
+# The versions of numba in which that has been seen to hold. With others everything is only compiled more slowly.
+_LINKED = {"pipeline_class": _CompilerForLinking} if numba.__version__.startswith("0.68.") else {}
+
+
 def device(function):
     """A function of one item, inlined into the kernels and loops that call it."""
-    return numba.njit(forceinline=True, error_model="numpy", pipeline_class=_CompilerForLinking, **_BORROWING)(function)
+    return numba.njit(forceinline=True, error_model="numpy", **_LINKED, **_BORROWING)(function)
 
 
 def seldom(function):
     """A `device` function that few items reach: whether it is inlined is left to the compiler, which inlines it into what is
     inlined itself. `lanes.stays_apart` has one called on any target."""
 
-    return numba.njit(error_model="numpy", pipeline_class=_CompilerForLinking, **_BORROWING)(function)
+    return numba.njit(error_model="numpy", **_LINKED, **_BORROWING)(function)
 
 
 def loop(function):
