@@ -391,6 +391,10 @@ class _QueryOptions:
         self.index_dtype = errors.check_index_dtype(index_dtype)
         self.check_finite = errors.check_choice("check_finite", check_finite, CHECKS)
 
+    def with_k(self, k):
+        """The same for lists of another length."""
+        return _options(k, self.bound, self.eps, self.squared, self.index_dtype, self.check_finite)
+
     def checks(self, adopted):
         """Whether this array is to be looked through for NaN and infinities."""
         return not adopted.on_device if self.check_finite == "auto" else self.check_finite
@@ -558,13 +562,13 @@ class _Call:
         check_fits(what, rows * options.k, kinds, asker.library)
         workspace = _workspace_library(asker, self._target)
         if workspace is not asker.library:
-            together = 1 if self._divisible and self._queries is not None else rows
+            together = 1 if self._divisible else rows
             check_fits(f"k={options.k} neighbours of {together:,} queries", together * options.k, kinds, workspace)
 
     def _rows_at_once(self):
         """How many queries of host arrays the device has room for, with their answers: all of them, or a part."""
         rows, options = _rows(self._asker), self._options
-        if not self._divisible or self._queries is None:
+        if not self._divisible:
             return rows
         real, index = np.dtype(self._dtype).itemsize, np.dtype(options.index_dtype).itemsize
         parts = parts_that_fit(rows, real * self._asker.shape[-1] + (real + index) * options.k, _uploader())
@@ -610,25 +614,44 @@ class _Call:
     def _run_through_device(self, queries, distances, indices, stream):
         """Fill flat host arrays with what the device answers."""
         count, k, at_once = _rows(self._asker), self._options.k, self._rows_at_once()
-        _, device_distances = _uploader().empty((at_once * k,), self._dtype)
-        _, device_indices = _uploader().empty((at_once * k,), self._options.index_dtype)
         if at_once == count:
+            _, device_distances = _uploader().empty((count * k,), self._dtype)
+            _, device_indices = _uploader().empty((count * k,), self._options.index_dtype)
             device_queries = None if queries is None else _uploaded(queries, stream)
             self._run_on_device(device_queries, device_distances, device_indices, stream)
             distances[:] = read(device_distances, stream)
             indices[:] = read(device_indices, stream)
             return
-        grid, dimensions = self._device_grid(stream), self._asker.shape[-1]
+        grid = self._device_grid(stream)
         for first in range(0, count, at_once):
             last = min(first + at_once, count)
-            part, here = _uploaded(queries[first * dimensions : last * dimensions], stream), (last - first) * k
-            answer = (
-                device_distances.part(0, here, self._dtype),
-                device_indices.part(0, here, self._options.index_dtype),
-            )
-            grid.query(part, last - first, self._options, *answer, stream)
-            distances[first * k : last * k] = read(answer[0], stream)
-            indices[first * k : last * k] = read(answer[1], stream)
+            part = slice(first * k, last * k)
+            distances[part], indices[part] = self._answer_part(grid, queries, first, last, stream)
+
+    def _answer_part(self, grid, queries, first, last, stream):
+        """What the device answers to the queries first..last - 1 of host arrays, flat."""
+        options, count, dimensions = self._options, last - first, self._asker.shape[-1]
+        if queries is not None:
+            part = _uploaded(queries[first * dimensions : last * dimensions], stream)
+        else:
+            # asked as others are, for one more: without themselves, these are the nearest of the others
+            part = grid.points.part(first * dimensions, count * dimensions, self._dtype)
+            options = options.with_k(options.k + 1)
+        _, distances = _uploader().empty((count * options.k,), self._dtype)
+        _, indices = _uploader().empty((count * options.k,), options.index_dtype)
+        grid.query(part, count, options, distances, indices, stream)
+        found = read(distances, stream), read(indices, stream)
+        return found if queries is not None else _without_themselves(*found, first, count)
+
+
+def _without_themselves(distances, indices, first, count):
+    """Flat lists of `count` points, of one neighbour more than wanted, without the points themselves, whose indices begin at
+    `first`. A point that isn't in its list, as there are too many others at the same place, goes without the last of them.
+    """
+    distances, indices = distances.reshape(count, -1), indices.reshape(count, -1)
+    stays = indices != np.arange(first, first + count)[:, None]
+    stays[stays.all(axis=1), -1] = False
+    return distances[stays], indices[stays]
 
 
 class _KnnCall(_Call):

@@ -600,7 +600,8 @@ def planned_downsample(draws, size, layout, features_too=False, target="cuda", *
 
 
 def ask_with_little_memory(free, points, queries, **options):
-    """knn and an index, with host arrays, on a device that has so many bytes free; and how many parts that makes."""
+    """knn, an index, and an index about its own points, with host arrays, on a device that has so many bytes free; and how
+    many queries each part has."""
     import numbaknn
     from numbaknn import arrays, memory
     from numbaknn.plans.neighbors import DeviceGrid
@@ -614,10 +615,11 @@ def ask_with_little_memory(free, points, queries, **options):
     memory.WORTH_ASKING, arrays.free_device_bytes, DeviceGrid.query = 0, lambda: free, query
     try:
         one = numbaknn.knn(points, queries, target="cuda", **options)
-        other = numbaknn.GridIndex(points, target="cuda").query(queries, **options)
+        index = numbaknn.GridIndex(points, target="cuda")
+        other, of_itself = index.query(queries, **options), index.query(None, **options)
     finally:
         memory.WORTH_ASKING, arrays.free_device_bytes, DeviceGrid.query = before
-    return one, other, parts
+    return one, other, of_itself, parts
 
 
 def set_worth_ordering(count):

@@ -265,14 +265,22 @@ def test_interpolate_for_a_query_without_neighbours(simulated, dtype, k, rng):
 
 
 def test_queries_in_parts(simulated, rng):
-    """Where the device has room for the cloud, but not for all answers."""
-    points, queries = rng.random((30, 3), F32), rng.random((40, 3), F32)
+    """Where the device has room for the cloud, but not for all answers. Some points are in no list of their own, as too many
+    of a lower index are at the same place."""
+    points, queries = rng.random((40, 3), F32), rng.random((40, 3), F32)
+    points[3::7] = points[3]
     right = numbaknn.knn(points, queries, k=3, target="cpu")
-    *found, parts = simulated(simulator.ask_with_little_memory, 3_000, points, queries, k=3)
+    *found, of_itself, parts = simulated(simulator.ask_with_little_memory, 3_000, points, queries, k=3)
     for answer in found:
         for have, want in zip(answer, right):
             np.testing.assert_array_equal(have, want, strict=True)
-    assert parts == 2 * [20, 20]
+    for have, want in zip(of_itself, numbaknn.GridIndex(points, target="cpu").query(None, k=3)):
+        np.testing.assert_array_equal(have, want, strict=True)
+    assert parts == 3 * [20, 20]
+
+
+def test_a_cloud_that_does_not_fit(simulated, rng):
+    points, queries = rng.random((30, 3), F32), rng.random((40, 3), F32)
     with pytest.raises(
         MemoryError, match=r"^a grid over 30 points .*: 30 x \(16 \+ \d+ \+ 8 bytes\) = .* has 100 bytes free"
     ):
