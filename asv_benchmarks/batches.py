@@ -18,6 +18,7 @@ import cupy
 import numpy as np
 from against_scipy import CLOUDS
 from ball_and_k import same, show
+from kinds import lidar, noise
 
 import numbaknn
 from numbaknn.plans import batches as plans
@@ -38,22 +39,7 @@ UNKIND_SHAPES = [(128, 1_024, 1), (32, 4_096, 1), (32, 8_192, 1), (4, 100_000, 1
 MOST_CLOUDS, MOST_ELEMENTS = 100, 1 << 30
 
 
-def lidar(count, rng):
-    """Rings around a scanner, whose density falls with the square of the distance."""
-    angles, distances = 2 * np.pi * rng.random(count), 1 + 99 * rng.random(count) ** 2
-    heights = 0.3 * np.sin(distances) + 0.02 * rng.normal(size=count)
-    return np.stack([distances * np.cos(angles), distances * np.sin(angles), heights], axis=1).astype(np.float32)
-
-
-def outliers(count, rng):
-    """Every thousandth point a thousand times as far away, and one farther still."""
-    points = rng.random((count, 3), np.float32)
-    points[::1_000] *= 1e3
-    points[0] = 1e6
-    return points
-
-
-UNKIND = {"LiDAR": lidar, "outliers": outliers}
+UNKIND = {"LiDAR": lidar, "noise": noise}
 
 
 def with_limits(call, largest, most):
