@@ -1,5 +1,5 @@
-"""Clouds of the kinds that people have, and of those that a grid isn't made for: functions (count, rng) -> points (count, 3),
-float32."""
+"""Clouds of the kinds that people have, and of those that a grid isn't made for: functions of (count, rng) that return
+float32 points."""
 
 from __future__ import annotations
 

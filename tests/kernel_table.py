@@ -41,7 +41,7 @@ REAL = "REAL"
 ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y coords features "
     "pooled grid",
-    types.int32: "shape shapes starts cells ranks sums marks crowded places",
+    types.int32: "shape shapes starts cells ranks sums marks crowded wanted places",
     types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders given edges "
     "boxes inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds "
     "label_frame best lacking",
@@ -142,7 +142,7 @@ for among_themselves in (False, True):
     for name, measured in (("knn_kernel", KNN_REGISTERS), ("knn_eps_kernel", EPS_REGISTERS)):
         KERNELS |= {
             f"{name}[{capacity}, {among_themselves}]": Entry(
-                getattr(neighbors, name)(capacity, among_themselves), registers, loads=1
+                getattr(neighbors, name)(capacity, among_themselves), registers, loads=1, own={"order": types.int32}
             )
             for capacity, registers in measured.items()
         }

@@ -71,6 +71,10 @@ def flat(rng):
     return points
 
 
+def regular(rng):
+    return rng.random((COUNT, 3))
+
+
 CLOUDS = [outlier, scales, two_sites, contrast, lidar, equal, few_places, equal_in_a_crowd, flat]
 CROWDED = pytest.mark.parametrize("cloud", CLOUDS, ids=lambda cloud: cloud.__name__)
 
@@ -191,10 +195,6 @@ def batch_of(clouds, sizes, asked, dtype=np.float32):
     ]
     borders = [np.concatenate([[0], np.cumsum(list(map(len, arrays)))]) for arrays in (points, queries)]
     return np.concatenate(points), np.concatenate(queries), *borders
-
-
-def regular(rng):
-    return rng.random((COUNT, 3))
 
 
 MIXED = [regular, outlier, equal, regular, scales, few_places, lidar, equal_in_a_crowd]
@@ -393,15 +393,18 @@ def test_simulated(simulated, in_one_block, cloud):
         same(have, index.query(queries, k=k))
 
 
-def test_simulated_in_order(simulated):
-    """Queries that are put into the order of the table."""
-    points, queries = drawn(two_sites)
-    points, queries = points[: CROWD + 40], np.concatenate([queries[:6], [[1e9, 0, 0]]]).astype(np.float32)
+@pytest.mark.parametrize("cloud, rows, lengths", [(two_sites, CROWD + 40, (3, 1)), (regular, 30, (8, 2))])
+def test_simulated_in_order(simulated, cloud, rows, lengths):
+    """Queries that are put into the order of the table: among crowds, and for long lists."""
+    points, queries = drawn(cloud)
+    points, queries = points[:rows], np.concatenate([queries[:6], [[1e9, 0, 0]]]).astype(np.float32)
     before = simulated(simulator.set_worth_ordering, 2)
-    found = simulated(simulator.ask_index, points, [(queries, {"k": 3}), (queries, {"k": 1})])
-    simulated(simulator.set_worth_ordering, before)
+    try:
+        found = simulated(simulator.ask_index, points, [(queries, {"k": k}) for k in lengths])
+    finally:
+        simulated(simulator.set_worth_ordering, before)
     index = numbaknn.GridIndex(points, target="cpu")
-    for have, k in zip(found, (3, 1)):
+    for have, k in zip(found, lengths):
         same(have, index.query(queries, k=k))
 
 

@@ -69,7 +69,8 @@ def ask_of(among_themselves):
 
 @cache
 def knn_kernel(capacity, among_themselves):
-    """The kernel for lists of this capacity, of other points if the queries are the points themselves."""
+    """The kernel for lists of this capacity, of other points if the queries are the points themselves. Queries are taken in
+    the order of `order` if that isn't empty."""
     slots = (0,) * capacity
     ask = ask_of(among_themselves)
 
@@ -88,12 +89,13 @@ def knn_kernel(capacity, among_themselves):
         bounded,
         k,
         squared,
+        order,
         distances,
         indices,
     ):
         n = cuda.grid(1)
         if n < query_count and shape[CROWDED] == 0:
-            asked = ask(n, queries, dimensions, table)
+            asked = ask(order[n] if order.size > 0 else n, queries, dimensions, table)
             cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
             answer(*asked, *cloud, *grid, limit, bounded, k, slots, squared, None, distances, indices)
 
@@ -123,12 +125,13 @@ def knn_eps_kernel(capacity, among_themselves):
         k,
         squared,
         shrink,
+        order,
         distances,
         indices,
     ):
         n = cuda.grid(1)
         if n < query_count and shape[CROWDED] == 0:
-            asked = ask(n, queries, dimensions, table)
+            asked = ask(order[n] if order.size > 0 else n, queries, dimensions, table)
             cloud, grid = (points, point_count, dimensions), (table, starts, frame, shape)
             answer(*asked, *cloud, *grid, limit, bounded, k, slots, squared, shrink, distances, indices)
 

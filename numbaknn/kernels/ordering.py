@@ -1,8 +1,9 @@
 """Queries in the order of the table: threads that are neighbours are then neighbours in space, and read the same cells.
 
 Launched in this order: `clear_places`, `count_queries`, `sum_places`, `place_queries`; a counting sort of the queries by the
-stretch of the table that they lie in. No answer depends on it. It pays for clouds with crowds, in which threads that search
-different crowds wait for each other; where crowded[0] is zero there are none, and each of the kernels ends at once.
+stretch of the table that they lie in. No answer depends on it. It pays for long lists, and for any list in clouds with
+crowds, in which threads that search different crowds wait for each other. Where wanted[0] is zero each of the kernels
+ends at once.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ slot_near = slot_near_of(REFINEMENTS)
 
 
 @kernel
-def clear_places_kernel(crowded, places):
+def clear_places_kernel(wanted, places):
     """Set the counts of the stretches to zero."""
     stretch = cuda.grid(1)
-    if crowded[0] != 0 and stretch < places.size:
+    if wanted[0] != 0 and stretch < places.size:
         places[stretch] = 0
 
 
@@ -79,16 +80,16 @@ def count_query(n, query_count, queries, dimensions, starts, frame, shape, bits,
 
 
 @kernel
-def count_queries_kernel(query_count, queries, dimensions, starts, frame, shape, crowded, bits, stretches, places):
+def count_queries_kernel(query_count, queries, dimensions, starts, frame, shape, wanted, bits, stretches, places):
     """The stretch of each query, and the number of queries of each stretch."""
-    if crowded[0] != 0:
+    if wanted[0] != 0:
         count_query(cuda.grid(1), query_count, queries, dimensions, starts, frame, shape, bits, stretches, places)
 
 
 @kernel
-def sum_places_kernel(crowded, places):
+def sum_places_kernel(wanted, places):
     """Turn the counts of the stretches into the places of their first queries. One block."""
-    if crowded[0] == 0:
+    if wanted[0] == 0:
         return
     each = (places.size // AT_ONCE + cuda.blockDim.x - 1) // cuda.blockDim.x * AT_ONCE
     first = min(each * cuda.threadIdx.x, places.size)
@@ -109,9 +110,9 @@ def sum_places_kernel(crowded, places):
 
 
 @kernel
-def place_queries_kernel(query_count, crowded, stretches, places, order):
+def place_queries_kernel(query_count, wanted, stretches, places, order):
     """Give each query its place in the order."""
-    if crowded[0] == 0:
+    if wanted[0] == 0:
         return
     n = cuda.grid(1)
     stretch = stretches[n] if n < query_count else np.int32(NOWHERE)

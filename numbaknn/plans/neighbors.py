@@ -60,8 +60,8 @@ MOST_BLOCKS = 264
 # Multiprocessors of the largest GPU.
 MULTIPROCESSORS = 132
 
-# So many queries of a cloud with crowds are worth being put in order: four launches, two microseconds each for other clouds.
-WORTH_ORDERING = 1 << 18
+# So many queries of a cloud with crowds are worth being put in order, and of any cloud for lists of so many: four launches.
+WORTH_ORDERING, LONG_ENOUGH_TO_ORDER = 1 << 18, 8
 
 # The cells of a cloud that is built in one block, at most: 16-bit counters in 55 KiB of shared memory, which every GPU
 # since compute capability 7.5 has.
@@ -240,21 +240,21 @@ def crowd_launches(cloud, clouds, first_entry, limits, crowded, boxes, grids, so
     return launches
 
 
-def ordering_launches(rows, count, crowded, counting, empty):
-    """The launches that put the queries of clouds with crowds in the order of the table, and the flat array that will hold
-    their order.
+def ordering_launches(rows, count, wanted, counting, empty):
+    """The launches that put queries in the order of the table, and the flat array that will hold their order.
 
-    counting: the kernel that counts them, and its arguments behind the number of queries. empty: what allocates.
+    wanted: a number on the device, zero if nothing is to be done. counting: the kernel that counts the queries, and its
+    arguments behind their number. empty: what allocates.
     """
     bits, length = ordering.places_for(rows)
     places, stretches, order = empty(length, np.int32), empty(count, np.int32), empty(count, np.int32)
     threads, (count_kernel, *located) = BINNING_THREADS, counting
-    counted = count, *located, crowded, bits, stretches, places
+    counted = count, *located, wanted, bits, stretches, places
     return [
-        Launch(ordering.clear_places_kernel, places.size, threads, crowded, places),
+        Launch(ordering.clear_places_kernel, places.size, threads, wanted, places),
         Launch(count_kernel, count, threads, *counted),
-        Launch(ordering.sum_places_kernel, ONE_BLOCK, ONE_BLOCK, crowded, places),
-        Launch(ordering.place_queries_kernel, count, threads, count, crowded, stretches, places, order),
+        Launch(ordering.sum_places_kernel, ONE_BLOCK, ONE_BLOCK, wanted, places),
+        Launch(ordering.place_queries_kernel, count, threads, count, wanted, stretches, places, order),
     ], order
 
 
@@ -447,25 +447,28 @@ class DeviceGrid:
                 Launch(kernel, items * threads, threads, *asked, *answer, shared_bytes=shared_bytes)
                 for kernel, items in zip(kernels, blocks)
             ]
+        ordering_first, order = [], self._empty(0, np.int32)
+        if count >= WORTH_ORDERING and not among_themselves:
+            # by a number of cells, which is never zero, or by whether there are crowds
+            place = 0 if capacity(k) >= LONG_ENOUGH_TO_ORDER else CROWDED
+            counting = ordering.count_queries_kernel, queries, self.dimensions, *grid[1:]
+            ordering_first, order = ordering_launches(
+                self.rows, count, self.shape.part(place, 1, np.int32), counting, self._empty
+            )
         shrink = shrink_of(options.eps, dtype)
         if options.eps > 0:
-            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared, shrink)
+            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared, shrink, order)
         elif k == 1:
             kernel, wanted = nearest_kernel(among_themselves), (options.squared,)
         else:
-            kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared)
+            kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared, order)
         among_crowds = k, options.squared, dtype.type(1) if shrink is None else shrink
         blocks = crowd_blocks(k, dtype)
         crowd_kernel = knn_among_crowds_kernel(crowd_capacity(k), blocks, among_themselves)
         items = min(count, MULTIPROCESSORS * blocks * CROWD_THREADS)
-        ordering_first, order = [], self._empty(0, np.int32)
-        if count >= WORTH_ORDERING and not among_themselves:
-            crowded = self.shape.part(CROWDED, 1, np.int32)
-            counted = ordering.count_queries_kernel, queries, self.dimensions, *grid[1:]
-            ordering_first, order = ordering_launches(self.rows, count, crowded, counted, self._empty)
         return [
-            Launch(kernel, count, QUERY_THREADS, *asked, *wanted, *answer),
             *ordering_first,
+            Launch(kernel, count, QUERY_THREADS, *asked, *wanted, *answer),
             Launch(crowd_kernel, items, CROWD_THREADS, *asked, *among_crowds, order, *answer),
         ]
 
