@@ -448,20 +448,21 @@ class DeviceGrid:
                 for kernel, items in zip(kernels, blocks)
             ]
         ordering_first, order = [], self._empty(0, np.int32)
+        order_of_all = order
         if count >= WORTH_ORDERING and not among_themselves:
-            # by a number of cells, which is never zero, or by whether there are crowds
-            place = 0 if capacity(k) >= LONG_ENOUGH_TO_ORDER else CROWDED
+            # whether by a number of cells, which is never zero, or by whether there are crowds
+            always = capacity(k) >= LONG_ENOUGH_TO_ORDER
+            ordered_if = self.shape.part(0 if always else CROWDED, 1, np.int32)
             counting = ordering.count_queries_kernel, queries, self.dimensions, *grid[1:]
-            ordering_first, order = ordering_launches(
-                self.rows, count, self.shape.part(place, 1, np.int32), counting, self._empty
-            )
+            ordering_first, order = ordering_launches(self.rows, count, ordered_if, counting, self._empty)
+            order_of_all = order if always else order_of_all
         shrink = shrink_of(options.eps, dtype)
         if options.eps > 0:
-            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared, shrink, order)
+            kernel, wanted = knn_eps_kernel(capacity(k), among_themselves), (k, options.squared, shrink, order_of_all)
         elif k == 1:
             kernel, wanted = nearest_kernel(among_themselves), (options.squared,)
         else:
-            kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared, order)
+            kernel, wanted = knn_kernel(capacity(k), among_themselves), (k, options.squared, order_of_all)
         among_crowds = k, options.squared, dtype.type(1) if shrink is None else shrink
         blocks = crowd_blocks(k, dtype)
         crowd_kernel = knn_among_crowds_kernel(crowd_capacity(k), blocks, among_themselves)
