@@ -357,6 +357,23 @@ def test_empty(library, shapes, k):
     same([library.get(array) for array in index.query(None, k=k)], oracle.nearest(points, None, k))
 
 
+@pytest.mark.parametrize("k, options", [(1, {}), (8, {}), (32, {}), (20, {"eps": 0.3}), (8, {"squared": True})])
+def test_so_many_queries_that_they_are_put_in_order(k, options, rng):
+    cupy = Cupy()
+    points, queries = rng.random((20_000, 3), F32), rng.random((300_000, 3), F32)
+    queries[::1_000] = np.nan
+    queries[1::1_000] *= 1e6
+    found = [cupy.get(array) for array in numbaknn.knn(cupy.put(points), cupy.put(queries), k, **options)]
+    right = numbaknn.knn(points, queries, k, check_finite=False, target="cpu", **options)
+    if "eps" not in options:
+        for have, want in zip(found, right):
+            np.testing.assert_array_equal(have, want, strict=True)
+    else:
+        exact, _ = numbaknn.knn(points, queries, k, check_finite=False, target="cpu")
+        there = np.isfinite(exact)
+        assert (found[0][there] <= 1.3 * exact[there]).all() and (found[0][there] >= exact[there]).all()
+
+
 def test_two_libraries_at_once(rng):
     points, queries = rng.random((300, 3), F32), rng.random((90, 3), F32)
     cupy, torch = Cupy(), Torch()
