@@ -42,8 +42,8 @@ ARRAYS = {
     REAL: "points queries coordinates table frame frames distances x mean inv_std weight bias scores y coords features "
     "pooled grid",
     types.int32: "shape shapes starts cells ranks sums marks crowded wanted places",
-    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders given edges "
-    "boxes inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds "
+    types.int64: "bounds first indices counts firsts indptr lengths tile_sums totals borders query_borders given_borders "
+    "edges boxes inverse large large_voxels first_stretches zeros nothings fitting histogram statuses tickets label_bounds "
     "label_frame best lacking",
     types.uint32: "words other_words words_in words_out order order_in order_out",
     types.float64: "means center",
@@ -53,7 +53,7 @@ SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride depth clouds each query_each block_bits cells_a_point grids largest_unrefined missing edge_count "
-    "batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each "
+    "parts batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each "
     "length tiles splits ticket entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",

@@ -78,7 +78,7 @@ from numbaknn.search import answer_of, write_answer
 
 
 @device
-def put_borders_right(given, clouds, rows, borders):
+def put_borders_right(given_borders, clouds, rows, borders):
     """Write borders that share out all rows: from 0 to their number, and none below the one before. One block.
 
     Those that lie on a device have not been looked at. Right ones stay what they are; wrong ones give a wrong answer, and
@@ -90,20 +90,20 @@ def put_borders_right(given, clouds, rows, borders):
     last = min(first + stretch, clouds + 1)
     mine = int64(0)
     for n in range(first, last):
-        mine = max(mine, given[n])
+        mine = max(mine, given_borders[n])
     largest = largest_before(mine, threads)
     for n in range(first, last):
-        largest = max(largest, given[n])
+        largest = max(largest, given_borders[n])
         borders[n] = int64(0) if n == 0 else int64(rows) if n == clouds else min(largest, int64(rows))
 
 
 @kernel
-def clear_clouds_kernel(given, clouds, rows, each, entries, borders, bounds, marks, crowded, starts):
+def clear_clouds_kernel(given_borders, clouds, rows, each, entries, borders, bounds, marks, crowded, starts):
     """Set the counts of all cells and the marks to zero, the bounds of every cloud to those of nothing, and the borders
     right. No cell is a crowd yet."""
     first, threads = cuda.grid(1), cuda.gridsize(1)
     if cuda.blockIdx.x == 0 and each == 0:
-        put_borders_right(given, clouds, rows, borders)
+        put_borders_right(given_borders, clouds, rows, borders)
     for n in range(first, entries, threads):
         starts[n] = 0
     for n in range(first, marks.size, threads):
