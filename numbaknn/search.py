@@ -141,10 +141,19 @@ def next_radius(radius, whole, full):
     """How many cells from the vertex a search looks next, after `radius`; `whole` is the end.
 
     Once the list is full, whatever can still enter it lies in the ball of its last square: one pass over the cells that
-    the ball touches ends the search. Until then the block is doubled. A search that begins here, in a crowd, looks at the
-    cells next to the query first even so: the list may come from far away, and its ball may take in all of the crowd.
+    the ball touches ends the search. Until then the block is doubled.
     """
-    return whole if full and radius > 0 else np.int32(min(max(2 * radius, 1), whole))
+    return whole if full else np.int32(min(max(2 * radius, 1), whole))
+
+
+@device
+def reaches_far(limit, cell):
+    """Whether the ball of a square takes in more than the cells next to its centre.
+
+    A search that begins in a crowd looks at those first, even with a full list, if that came from so far away: its ball may
+    take in all of the crowd.
+    """
+    return limit > product(product(as_type_of(4, cell), cell), cell)
 
 
 @device
@@ -287,8 +296,9 @@ def widen_of(refinements, leaves=False):
         radius, whole = np.int32(radius), max(shape[0], max(shape[1], shape[2]))
         while radius < whole:
             done = radius
-            radius = next_radius(radius, whole, indices[-1] < missing)
             limit = within_limit(squares, indices, missing, shrink)
+            full = indices[-1] < missing and not (done == 0 and reaches_far(limit, cell))
+            radius = next_radius(radius, whole, full)
             first_y, last_y, first_z, last_z = rows_of_ball(place, radius, limit, frame, shape)
             for row_z in range(first_z, np.int32(last_z + 1)):
                 if refinements > 0 and no_points_between(first_y, last_y, row_z, starts, shape):

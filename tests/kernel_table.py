@@ -53,8 +53,8 @@ SCALARS = {
     REAL: "limit shrink clip threshold",
     types.int64: "dimensions rows tile tiles most_cells query_count count point_count k columns width ball_count part_bits "
     "mantissa room stride depth clouds each query_each block_bits cells_a_point grids largest_unrefined missing edge_count "
-    "parts batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step rows_each "
-    "length tiles splits ticket entries first_entry level slot slots column most_lanes",
+    "parts batch channels voxels kind reduce window windows stretch stretches shift bits tile_bits chunk clouds_step "
+    "rows_each length tiles splits ticket entries first_entry level slot slots column most_lanes",
     types.float64: "points_a_cell cell_size largest smallest eps voxel_size given_x given_y given_z side per_side reach "
     "origin_x origin_y origin_z nothing",
     types.boolean: "among_themselves bounded squared uniform rooted by_voxel as_they_come relative averaged first_of_all",
