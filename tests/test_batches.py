@@ -360,6 +360,17 @@ def test_points_of_a_graph_are_one_array_of_rows():
         numbaknn.knn_graph(P, 2**50, target="cpu")
 
 
+def test_clouds_that_do_not_fit(monkeypatch):
+    from numbaknn import arrays, memory
+
+    monkeypatch.setattr(memory, "WORTH_ASKING", 0)
+    monkeypatch.setattr(arrays, "free_host_bytes", lambda: 500)
+    points, queries = np.zeros((3, 10, 3), F32), np.zeros((3, 1, 3), F32)
+    said = r"^the grids of 3 clouds over 30 points .*: 30 x \(16 \+ \d+ \+ 8 bytes\) = .* has 500 bytes free"
+    with pytest.raises(MemoryError, match=said):
+        knn(points, queries)
+
+
 # -- Simulated ---------------------------------------------------------------------------------------------------------
 
 FEW, FEW_ASKED = [0, 1, 4, 0, 26, 2, 9, 0], [2, 0, 3, 1, 10, 1, 4, 1]

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from numba.np.numpy_support import from_dtype
 
+from numbaknn.arrays import NUMPY
 from numbaknn.batches import MORE_CELLS, first_cell_of
 from numbaknn.block import COUNTS_A_THREAD
 from numbaknn.crowds import CROWD, REFINEMENTS, most_crowds
@@ -45,6 +46,7 @@ from numbaknn.plans.neighbors import (
     DeviceCall,
     DeviceGrid,
     HostGrid,
+    check_workspace,
     crowd_blocks,
     crowd_capacity,
     crowd_launches,
@@ -121,9 +123,11 @@ class HostClouds:
         clouds = layout.clouds
         self._cells_a_point = cells_a_point(rows, clouds)
         self._entries = first_cell_of.py_func(clouds, rows, self._cells_a_point)
+        cells = self._entries + REFINEMENTS * finer_entries(rows, clouds)
+        check_workspace(rows, dtype, NUMPY, cells, f"the grids of {clouds:,} clouds")
         self._grids = (
             np.zeros(4 * (rows + PACE - 1), dtype),
-            np.empty(self._entries + REFINEMENTS * finer_entries(rows, clouds), np.int32),
+            np.empty(cells, np.int32),
             np.empty(records(rows, clouds) * FRAME_LENGTH, dtype),
             np.empty(records(rows, clouds) * SHAPE_LENGTH, np.int32),
         )
@@ -203,16 +207,17 @@ class DeviceClouds:
         self.device_bytes = 0
         self._library, self._layout = library, layout
         clouds = layout.clouds
+        self._cells_a_point = cells_a_point(rows, clouds)
+        self._entries = first_cell_of.py_func(clouds, rows, self._cells_a_point)
+        cells = self._entries + (REFINEMENTS * finer_entries(rows, clouds) if layout.refined else 0)
+        check_workspace(rows, dtype, library, cells, f"the grids of {clouds:,} clouds")
         self._given = self._empty(1, np.int64) if borders is None else borders
         # what the launches go by: the borders as the first of them has put them right
         self._borders = self._given if borders is None else self._empty(clouds + 1, np.int64)
         self._query_borders = self._given if query_borders is None else query_borders
-        self._cells_a_point = cells_a_point(rows, clouds)
-        self._entries = first_cell_of.py_func(clouds, rows, self._cells_a_point)
-        finer = REFINEMENTS * finer_entries(rows, clouds) if layout.refined else 0
         grids = records(rows, clouds) if layout.refined else clouds
         self._table = self._empty(4 * (rows + PACE - 1), self.dtype)
-        self._starts = self._empty(self._entries + finer, np.int32)
+        self._starts = self._empty(cells, np.int32)
         self._frames = self._empty(grids * FRAME_LENGTH, self.dtype)
         self._shapes = self._empty(grids * SHAPE_LENGTH, np.int32)
         self._crowded = self._empty(REFINEMENTS, np.int32)

@@ -133,14 +133,16 @@ def most_cells(rows):
     return min(max(MOST_CELLS_A_POINT * rows, 64), MOST_CELLS - REFINEMENTS * finer_entries(rows))
 
 
-def check_workspace(rows, dtype, library):
-    """Raise, with the arithmetic, if a grid over so many points can't be numbered, or `library` has no memory for it."""
+def check_workspace(rows, dtype, library, cells=None, what="a grid"):
+    """Raise, with the arithmetic, if `what` over so many points can't be numbered, or `library` has no memory for it. cells:
+    entries of all cells, those of crowds among them; for a single grid they follow from its points."""
     if rows > MOST_ROWS:
         raise ValueError(f"points must have at most {MOST_ROWS:,} rows, came with {rows:,}")
-    cells = most_cells(rows) + REFINEMENTS * finer_entries(rows)
+    if cells is None:
+        cells = most_cells(rows) + REFINEMENTS * finer_entries(rows)
     kinds = (4 * np.dtype(dtype).itemsize, "table"), (4 * -(-cells // max(rows, 1)), "cells"), (8, "places")
     check_fits(
-        f"a grid over {rows:,} points ({', '.join(name for _, name in kinds)})",
+        f"{what} over {rows:,} points ({', '.join(name for _, name in kinds)})",
         rows,
         [np.dtype(f"V{size}") for size, _ in kinds],
         library,
