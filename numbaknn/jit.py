@@ -34,8 +34,6 @@ from pathlib import Path
 import numba
 import numpy as np
 from numba import cuda
-from numba.core.codegen import JITCodeLibrary
-from numba.core.compiler import Compiler
 from numba.core.extending import intrinsic
 
 SIMULATED = bool(cuda.config.ENABLE_CUDASIM if hasattr(cuda, "config") else numba.config.ENABLE_CUDASIM)
@@ -95,52 +93,16 @@ _PRANGE_ALONE = {
 }
 
 
-class _ToBeLinked(JITCodeLibrary):
-    """A function that compiled functions alone call: its LLVM code is linked into theirs, optimised and made machine code
-    of there.
-
-    Numba does both with every function by itself too, and with all that it calls anew: half of the time that it takes to
-    compile a loop.
-    """
-
-    # private names of numba; tests/test_jit.py fails when they move
-    def _optimize_final_module(self):
-        pass
-
-    def _finalize_final_module(self):
-        self._finalize_dynamic_globals()
-        self._verify_declare_only_symbols()
-        self._finalized = True
-
-    def get_pointer_to_function(self, name):
-        return 0
-
-    @property
-    def codegen(self):
-        """Stands in for what would tell the machine code where its Python objects are: there are none."""
-        return python.SimpleNamespace(set_env=lambda name, environment: None)
-
-
-class _CompilerForLinking(Compiler):
-    def define_pipelines(self):
-        self.state.library = _ToBeLinked(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
-        return super().define_pipelines()
-
-
-# The versions of numba in which that has been seen to hold. With others everything is only compiled more slowly.
-_LINKED = {"pipeline_class": _CompilerForLinking} if numba.__version__.startswith("0.68.") else {}
-
-
 def device(function):
     """A function of one item, inlined into the kernels and loops that call it."""
-    return numba.njit(forceinline=True, error_model="numpy", **_LINKED, **_BORROWING)(function)
+    return numba.njit(forceinline=True, error_model="numpy", **_BORROWING)(function)
 
 
 def seldom(function):
     """A `device` function that few items reach: whether it is inlined is left to the compiler, which inlines it into what is
     inlined itself. `lanes.stays_apart` has one called on any target."""
 
-    return numba.njit(error_model="numpy", **_LINKED, **_BORROWING)(function)
+    return numba.njit(error_model="numpy", **_BORROWING)(function)
 
 
 def loop(function):

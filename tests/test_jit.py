@@ -18,7 +18,6 @@ import numba
 import numpy as np
 import pytest
 from numba import cuda
-from numba.core.codegen import JITCodeLibrary
 
 import numbaknn
 from numbaknn import jit, lanes, topk
@@ -213,29 +212,6 @@ def test_the_private_name_of_the_stamp(compiler):
 
     function = compiler(binning.first_bad_row.py_func)
     assert function._cache._cache_file._source_stamp not in (None, jit._PACKAGE_STAMP)
-
-
-@pytest.mark.skipif(not jit._LINKED, reason="a version of numba that this isn't done with")
-def test_device_functions_have_no_machine_code_of_their_own():
-    """The private names of numba that jit.py overrides are those that it asks for."""
-
-    @jit.device
-    def twice(x):
-        return x + x
-
-    @numba.njit
-    def four_times(x):
-        return twice(twice(x))
-
-    assert four_times(1.5) == 6.0
-    (inlined,) = twice.overloads.values()
-    library = inlined.library
-    assert isinstance(library, jit._ToBeLinked) and library._finalized
-    for name in set(vars(jit._ToBeLinked)) - {"__module__", "__doc__"}:
-        assert hasattr(JITCodeLibrary, name)
-    assert not library._codegen._engine.is_symbol_defined(inlined.fndesc.llvm_func_name)
-    (whole,) = four_times.overloads.values()
-    assert whole.library._codegen._engine.is_symbol_defined(whole.fndesc.llvm_func_name)
 
 
 @pytest.fixture
