@@ -28,7 +28,8 @@ def box_of_stretch(table, begin, end, frame):
 @part_of_loop
 def refine(begin, end, rows, places, level, table, frames, shapes, starts, limits, cells, spare):
     """Lay a grid over the crowd in the slots begin..end - 1 of a cloud of so many rows, and put its points into the order of
-    its cells, those of one cell in the order in which they are; the shape of that grid and the first of its entries.
+    its cells, those of one cell in the order in which they are. Returns the shape of that grid, the first of its entries,
+    and the one behind its last cell.
 
     places: (record, entry) at which the records and the entries of this cloud's crowds begin, for each level and the one
     behind it. cells, spare: workspace for a number and for a packed point a slot.
