@@ -341,7 +341,7 @@ def test_simulated_families(simulated, family):
 def test_simulated_double(simulated, family):
     points, queries = clouds.draw(family, F64, 50, 3)
     bound = float(oracle.nearest(points, queries, 37)[0][0, -1])
-    options = {"k": 36, "distance_upper_bound": bound}
+    options = {"k": 36, "distance_upper_bound": bound, "index_dtype": "int32"}
     both(simulated, points, [(queries, {"k": 36}), (queries, options)])
 
 
