@@ -27,7 +27,7 @@ PATIENCE = 4.0
 
 def quartiles_of_turns(calls, turns=30):
     """Microseconds (25 %, 50 %, 75 %, number) of each call, the calls taking turns after a warm-up each. Each is made once
-    before it is timed: the first after one that takes long would bear some 50 us of what that leaves in the caches."""
+    before it is timed: the first after one that takes long would bear 40 to 60 us of what that leaves in the caches."""
     times = {name: [] for name in calls}
     for name, call in list(calls.items()):
         try:
